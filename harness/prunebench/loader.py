@@ -1,0 +1,611 @@
+"""Content by name or by path: methods, suites, models and tracks.
+
+A method or a suite is one Python file outside the package. It is compiled from the very bytes that are hashed, under a
+private module name made of its path and content, and never from a cached bytecode file; `methods/` and `suites/` are
+not on `sys.path`. Names are file stems. This module neither loads model weights nor looks anything up on a network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.abc
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+
+if TYPE_CHECKING:
+    # For type checkers only: a listing of names must not load torch.
+    from prunebench.method import Method
+    from prunebench.suite import Suite
+
+__all__ = [
+    "Kind",
+    "ModelSource",
+    "Source",
+    "available",
+    "content_root",
+    "load_method",
+    "load_method_class",
+    "load_suite",
+    "parse_parameters",
+    "resolve_model",
+    "resolve_track",
+    "source_of",
+]
+
+Kind = Literal["methods", "suites", "models", "tracks"]
+
+_FOLDERS: dict[Kind, str] = {
+    "methods": "methods",
+    "suites": "suites",
+    "models": "fixtures/zoo",
+    "tracks": "leaderboard/tracks",
+}
+_MODULE_PREFIX = "_prunebench_content_"
+_SOURCE = "__prunebench_source__"
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The file that a method or suite came from, and the sha256 (hex) of the bytes that were run."""
+
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's files are.
+
+    Args:
+        kind: "zoo" (shipped with prunebench), "folder" (on this disk) or "hub".
+        name: the name for tables: a folder's own name, or the hub id.
+        path: the folder; None for a hub model.
+        repo: the hub id `org/name`; None for a folder.
+        revision: the hub revision asked for, if any.
+    """
+
+    kind: Literal["zoo", "folder", "hub"]
+    name: str
+    path: Path | None = None
+    repo: str | None = None
+    revision: str | None = None
+
+    @property
+    def location(self) -> str:
+        """What `from_pretrained` takes."""
+        return str(self.path) if self.path is not None else str(self.repo)
+
+
+# ------------------------------------------------------------------------------------------------ where things are
+
+
+def content_root() -> Path:
+    """The folder that holds methods/, suites/, fixtures/ and leaderboard/: the checkout, or else the wheel's copy.
+
+    Raises:
+        PrerequisiteError: if the installation has neither.
+    """
+    package = Path(__file__).resolve().parent
+    checkout = package.parent.parent
+    for folder in (checkout, package / "_shipped"):
+        if (folder / "methods").is_dir() and (folder / "suites").is_dir():
+            return folder
+    raise PrerequisiteError(
+        "this installation has no methods and suites",
+        where=str(package),
+        expected=f"a checkout at {checkout}, or {package / '_shipped'}",
+        fix="install prunebench from a wheel, or run it from a checkout",
+    )
+
+
+def available(kind: Kind) -> list[str]:
+    """The names of all shipped contents of a kind, sorted. Loads none of them."""
+    folder = content_root() / _FOLDERS[kind]
+    if kind == "models":
+        return sorted(config.parent.name for config in folder.glob("*/config.json"))
+    suffix = ".toml" if kind == "tracks" else ".py"
+    return sorted(file.stem for file in folder.glob(f"*{suffix}") if not file.name.startswith(("_", ".")))
+
+
+def resolve_model(name: str) -> ModelSource:
+    """Find a model by zoo name, local folder or hub id `org/name[@revision]`, in this order.
+
+    Raises:
+        UsageError: for a folder without config.json, or a name that is none of the three.
+    """
+    zoo = content_root() / _FOLDERS["models"]
+    if name in available("models"):
+        return ModelSource("zoo", name, path=zoo / name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UsageError(
+                "the folder holds no model", where=str(folder), expected="config.json and safetensors files"
+            )
+        return ModelSource("folder", folder.resolve().name, path=folder)
+    looks_like_path = name.startswith(("/", ".", "~")) or folder.exists()
+    hub = None if looks_like_path else _HUB_ID.fullmatch(name)
+    if hub is not None:
+        return ModelSource("hub", hub["repo"], repo=hub["repo"], revision=hub["revision"])
+    if looks_like_path:
+        raise UsageError("no such model folder", where=name, expected="a folder with config.json")
+    raise _unknown("model", name, available("models"), "a folder with config.json, or a hub id org/name[@revision]")
+
+
+def resolve_track(name_or_path: str) -> Path:
+    """The track file of a name, or the path itself.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    return _resolve_file("tracks", name_or_path)
+
+
+def _resolve_file(kind: Kind, name_or_path: str) -> Path:
+    """The file of a content name; anything with a separator or the suffix is taken as a path."""
+    suffix = ".toml" if kind == "tracks" else ".py"
+    noun = kind.removesuffix("s")
+    if "/" in name_or_path or name_or_path.endswith(suffix):
+        path = Path(name_or_path).expanduser()
+        if not path.is_file():
+            raise UsageError(f"no such {noun} file", where=name_or_path, expected=f"a {suffix} file")
+        return path.resolve()
+    if name_or_path not in available(kind):
+        raise _unknown(noun, name_or_path, available(kind), f"the path of a {suffix} file")
+    return content_root() / _FOLDERS[kind] / f"{name_or_path}{suffix}"
+
+
+def _unknown(noun: str, name: str, names: Iterable[str], otherwise: str = "") -> UsageError:
+    """The error for a name that does not exist: the closest one, and all there are."""
+    names = list(names)
+    close = difflib.get_close_matches(name.lower(), names, n=1)
+    return UsageError(
+        f"unknown {noun} {name!r}",
+        expected=f"one of {', '.join(names) or '(none here)'}" + (f", or {otherwise}" if otherwise else ""),
+        fix=f"did you mean {close[0]}?" if close else "",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- running a file
+
+
+class _ContentLoader(importlib.abc.SourceLoader):
+    """Compiles given bytes: what is hashed is what runs, whatever happens to the file or to a bytecode cache."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path, self._content = path, content
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self._path)
+
+    def get_data(self, path: str) -> bytes:
+        if path != str(self._path):
+            raise OSError(f"{path} is not part of {self._path}")
+        return self._content
+
+
+def _load_file(kind: Kind, path: Path) -> types.ModuleType:
+    """Run a content file as a private module; the same file with the same content is run once.
+
+    Raises:
+        UsageError: with file and line, if it cannot be read, compiled or run.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError("cannot read the file", where=str(path), fix=str(error)) from error
+    digest = hashlib.sha256(content).hexdigest()
+    place = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    stem = re.sub(r"\W", "_", path.stem)
+    name = f"{_MODULE_PREFIX}{kind}_{stem}_{digest[:16]}_{place}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = _ContentLoader(path, content)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    setattr(module, _SOURCE, Source(path, digest))
+    # Before it runs: dataclasses look their module up to read annotations that are strings.
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception | SystemExit):
+            raise _file_error(path, error) from error
+        raise
+    return module
+
+
+def _file_error(path: Path, error: BaseException) -> UsageError:
+    """One line for whatever a content file raised while it was compiled or run."""
+    if isinstance(error, SyntaxError):
+        return UsageError(f"syntax error: {error.msg}", where=f"{error.filename or path}:{error.lineno}")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    fix = ""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        fix = f"install {error.name.partition('.')[0]}, or do without it"
+    return UsageError(
+        f"the file cannot be loaded: {type(error).__name__}: {error}",
+        where=f"{path}:{lines[-1]}" if lines else str(path),
+        fix=fix,
+    )
+
+
+def source_of(thing: object) -> Source:
+    """The file that defines a method, a suite or a class, and the sha256 of what ran.
+
+    Raises:
+        UsageError: for something typed into a prompt or notebook, which has no file.
+    """
+    for module in [module for name, module in list(sys.modules.items()) if name.startswith(_MODULE_PREFIX)]:
+        if vars(module).get("SUITE") is thing:
+            return _stored_source(module)
+    cls = thing if isinstance(thing, type) else type(thing)
+    defining = sys.modules.get(cls.__module__)
+    if defining is not None and hasattr(defining, _SOURCE):
+        return _stored_source(defining)
+    try:
+        path = Path(inspect.getfile(cls))
+        return Source(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    except (TypeError, OSError) as error:
+        raise UsageError(
+            f"{cls.__name__} has no source file",
+            expected="a class in a .py file, so that its record can name what ran",
+            fix="write it to a file and load it by path",
+        ) from error
+
+
+def _stored_source(module: types.ModuleType) -> Source:
+    source = getattr(module, _SOURCE)
+    assert isinstance(source, Source)
+    return source
+
+
+# ---------------------------------------------------------------------------------------------- methods and suites
+
+
+def load_method_class(name_or_path: str) -> type[Method]:
+    """The one method class of a file.
+
+    Raises:
+        UsageError: for an unknown name, or a file that does not define exactly one concrete frozen-dataclass method.
+    """
+    from prunebench.method import Method  # loads torch
+
+    path = _resolve_file("methods", name_or_path)
+    module = _load_file("methods", path)
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Method) and value.__module__ == module.__name__
+    ]
+    own = list(dict.fromkeys(own))  # an alias is not a second class
+    concrete = [cls for cls in own if not inspect.isabstract(cls)]
+    if len(concrete) > 1:
+        raise UsageError(
+            f"the file defines {len(concrete)} methods",
+            where=", ".join(_place(path, cls) for cls in concrete),
+            expected="one method per file",
+            fix="move the others to files of their own",
+        )
+    if not concrete and own:
+        missing = sorted(getattr(own[-1], "__abstractmethods__", ()))
+        raise UsageError(
+            f"{own[-1].__name__} leaves {', '.join(missing)} open",
+            where=_place(path, own[-1]),
+            expected="a method with every abstract part filled",
+            fix=f"define {', '.join(missing)}",
+        )
+    if not concrete:
+        raise UsageError(
+            "the file defines no method",
+            where=str(path),
+            expected="one subclass of prunebench.Method",
+            fix="write `class Name(Method):`",
+        )
+    _check_class(path, concrete[0])
+    return concrete[0]
+
+
+def _place(path: Path, cls: type) -> str:
+    """`file:line Name` of a class."""
+    try:
+        return f"{path}:{inspect.getsourcelines(cls)[1]} {cls.__name__}"
+    except OSError:
+        return f"{path} {cls.__name__}"
+
+
+def _check_class(path: Path, cls: type[Method]) -> None:
+    """Raise unless the class has a name and is itself a frozen dataclass: nothing but its fields can then change it."""
+    if not isinstance(getattr(cls, "name", None), str):
+        raise UsageError(
+            f"{cls.__name__} has no name",
+            where=_place(path, cls),
+            expected="the name that records and tables show",
+            fix=f'write name = "{path.stem}" in the class',
+        )
+    parameters = vars(cls).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise UsageError(
+            f"{cls.__name__} is not a frozen dataclass",
+            where=_place(path, cls),
+            expected="its fields as its only parameters, so that the record holds them all",
+            fix="write @dataclass(frozen=True) above the class",
+        )
+
+
+def load_method(name_or_path: str, parameters: Mapping[str, object] | None = None) -> Method:
+    """Load a method by name or by the path of its file.
+
+    Args:
+        name_or_path: a file stem of methods/, or a path.
+        parameters: values of the method's fields, of the fields' types; the others keep their defaults.
+
+    Raises:
+        UsageError: as `load_method_class`; for an unknown, missing or wrong parameter.
+    """
+    return _instance(load_method_class(name_or_path), parameters or {})
+
+
+def load_suite(name_or_path: str) -> Suite:
+    """Load a suite by name or by the path of its file.
+
+    Raises:
+        UsageError: for an unknown name, or a file whose `SUITE` is missing or no `prunebench.Suite`.
+    """
+    from prunebench.suite import Suite
+
+    path = _resolve_file("suites", name_or_path)
+    suite = vars(_load_file("suites", path)).get("SUITE")
+    if not isinstance(suite, Suite):
+        found = "no SUITE" if suite is None else f"a SUITE of type {type(suite).__name__}"
+        raise UsageError(
+            f"the file has {found}",
+            where=str(path),
+            expected="SUITE = an instance of prunebench.Suite, at module level",
+        )
+    return suite
+
+
+# ------------------------------------------------------------------------------------------------------ parameters
+
+
+def parse_parameters(cls: type[Method], texts: Sequence[str]) -> dict[str, object]:
+    """Parameters as typed on a command line, each `name=value`, converted to the types of the method's fields.
+
+    Booleans are true or false, tuples comma-separated, and `none` is None where a field may be None.
+
+    Raises:
+        UsageError: for a text without `=`, an unknown or repeated name, or a value of the wrong type.
+    """
+    hints = _hints(cls)
+    values: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"parameter {text!r} has no value", where=f"method {cls.name}", expected="name=value")
+        _check_known(cls, name, hints)
+        if name in values:
+            raise UsageError(f"parameter {name} is given twice", where=f"method {cls.name}")
+        values[name] = _convert(cls, name, hints[name], value, text=True)
+    return values
+
+
+def _instance(cls: type[Method], parameters: Mapping[str, object]) -> Method:
+    """A method with these parameters; every defect of them is one line."""
+    hints = _hints(cls)
+    for name in parameters:
+        _check_known(cls, name, hints)
+    needed = {
+        field.name
+        for field in _given_fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    missing = sorted(needed - set(parameters))
+    if missing:
+        raise UsageError(
+            f"parameter {', '.join(missing)} is not given",
+            where=f"method {cls.name}",
+            fix=f"give --param {missing[0]}=…",
+        )
+    values = {name: _convert(cls, name, hints[name], value, text=False) for name, value in parameters.items()}
+    try:
+        return cls(**values)
+    except PruneBenchError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UsageError(f"the method refuses its parameters: {error}", where=f"method {cls.name}") from error
+
+
+def _hints(cls: type[Method]) -> dict[str, Any]:
+    """Parameter name -> type, of the fields that may be given.
+
+    Raises:
+        UsageError: for an annotation that means nothing at run time: a value could not be checked against it.
+    """
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError as error:
+        raise UsageError(
+            f"an annotation cannot be read: {error}",
+            where=f"method {cls.name}, class {cls.__name__}",
+            fix="import the name outside of `if TYPE_CHECKING:`",
+        ) from error
+    return {field.name: hints[field.name] for field in _given_fields(cls)}
+
+
+def _given_fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a method class (a dataclass, as `_check_class` has seen) that its constructor takes."""
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _check_known(cls: type[Method], name: str, hints: Mapping[str, Any]) -> None:
+    if name in hints:
+        return
+    where = f"method {cls.name}"
+    if not hints:
+        raise UsageError(f"unknown parameter {name!r}", where=where, expected="no parameters: the method has none")
+    listed = ", ".join(f"{field} ({_type_name(hint)})" for field, hint in hints.items())
+    close = difflib.get_close_matches(name, list(hints), n=1)
+    raise UsageError(
+        f"unknown parameter {name!r}",
+        where=where,
+        expected=f"one of {listed}",
+        fix=f"did you mean {close[0]}?" if close else "",
+    )
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _convert(cls: type[Method], name: str, hint: Any, value: object, *, text: bool) -> object:
+    """`_as_type`, or one line that names the parameter, its type and the value."""
+    try:
+        return _as_type(hint, value, text=text)
+    except ValueError as error:
+        raise UsageError(
+            f"parameter {name} = {value!r} is no {_type_name(hint)}", where=f"method {cls.name}", expected=str(error)
+        ) from error
+
+
+def _as_type(hint: Any, value: Any, *, text: bool) -> object:
+    """`value` as type `hint`, from text or from a Python value; ValueError says what was expected.
+
+    Values are made uniform (int to float, list to tuple), so that equal parameters are recorded equally.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        return _as_first_that_fits(arguments, value, text=text)
+    if origin is tuple:
+        parts = _split(value) if text else value
+        if not isinstance(parts, list | tuple):
+            raise ValueError("a list")
+        pairs = zip(_element_types(arguments, len(parts)), parts, strict=True)
+        return tuple(_as_type(element, part, text=text) for element, part in pairs)
+    if origin is Literal:
+        for choice in arguments:
+            if str(choice) == value if text else (type(choice), choice) == (type(value), value):
+                return choice
+        raise ValueError(f"one of {', '.join(map(str, arguments))}")
+    if hint is Any:
+        return value
+    reader = (_FROM_TEXT if text else _FROM_VALUE).get(hint)
+    if reader is not None:
+        return reader(value)
+    if text:
+        raise ValueError("a type that a command line can give; set this one from Python")
+    return value
+
+
+def _as_first_that_fits(members: Sequence[Any], value: Any, *, text: bool) -> object:
+    """The value as the first member of a union that takes it: None is asked first, and `str`, which takes all, last."""
+    reasons = []
+    for member in sorted(members, key=lambda member: (member is not type(None), member is str)):
+        try:
+            return _as_type(member, value, text=text)
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError(" or ".join(dict.fromkeys(reasons)))
+
+
+def _element_types(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The types of a tuple's elements: `tuple[T, ...]` takes any number, else there is one each."""
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return (arguments[0],) * count
+    if len(arguments) != count:
+        raise ValueError(f"{len(arguments)} values")
+    return arguments
+
+
+def _split(text: str) -> list[str]:
+    """The parts of a comma-separated text, without the spaces around them."""
+    return [part.strip() for part in text.split(",")] if text.strip() else []
+
+
+def _none_from_text(text: str) -> None:
+    if text.lower() != "none":
+        raise ValueError("none")
+
+
+def _bool_from_text(text: str) -> bool:
+    if text.lower() not in {"true", "false"}:
+        raise ValueError("true or false")
+    return text.lower() == "true"
+
+
+def _int_from_text(text: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]+", text):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _decimal_from_text(text: str) -> Decimal:
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        raise ValueError("a number") from None
+    if not (number.is_finite() and math.isfinite(float(number))):
+        raise ValueError("a finite number")
+    return number
+
+
+def _float_from_text(text: str) -> float:
+    return float(_decimal_from_text(text))
+
+
+def _exactly(kind: type, expected: str) -> Callable[[object], object]:
+    """A reader that takes values of this very type (True is no int) and changes nothing."""
+
+    def read(value: object) -> object:
+        if type(value) is not kind:
+            raise ValueError(expected)
+        return value
+
+    return read
+
+
+def _from_number(kind: type[float | Decimal]) -> Callable[[object], object]:
+    """A reader that makes any finite number one of this type, on decimals."""
+
+    def read(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+            raise ValueError("a number")  # noqa: TRY004 - all readers refuse with ValueError
+        return kind(_decimal_from_text(str(value)))
+
+    return read
+
+
+_FROM_TEXT: dict[Any, Callable[[str], object]] = {
+    bool: _bool_from_text,
+    int: _int_from_text,
+    float: _float_from_text,
+    Decimal: _decimal_from_text,
+    str: str,
+    type(None): _none_from_text,
+}
+_FROM_VALUE: dict[Any, Callable[[object], object]] = {
+    bool: _exactly(bool, "true or false"),
+    int: _exactly(int, "a whole number"),
+    float: _from_number(float),
+    Decimal: _from_number(Decimal),
+    str: _exactly(str, "a text"),
+    type(None): _exactly(type(None), "none"),
+}
