@@ -1,0 +1,129 @@
+"""The score pass: one plain forward over the calibration blocks, every statistic of every expert at once.
+
+The outputs are those that the model computes anyway, and the observed forward equals the plain one bit for bit. A pass is
+cached by content (weights, tokens, statistics, dtype, implementation) and then serves every criterion and arm.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from prunebench.calibration.statistics import BUILT_IN, Count, Statistic
+from prunebench.calibration.text import CalibrationTokens
+from prunebench.errors import IntegrityError
+from prunebench.mask import write_atomically
+from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
+
+__all__ = ["ScoreResult", "score_pass", "with_built_in"]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """The statistics of a pass.
+
+    Args:
+        tokens: T, calibration tokens counted.
+        layers: layer index -> statistic name -> finished statistic.
+    """
+
+    tokens: int
+    layers: Mapping[int, Mapping[str, Statistic]]
+
+    def save(self, path: Path, key: str) -> None:
+        """Write all states to one file, atomically, labelled with what they are of."""
+        tensors = {
+            f"{index}/{name}/{part}": value.contiguous()
+            for index, statistics in self.layers.items()
+            for name, statistic in statistics.items()
+            for part, value in statistic.state.items()
+        }
+        write_atomically(path, save(tensors, metadata={"key": key, "tokens": str(self.tokens)}))
+
+    @classmethod
+    def load(cls, path: Path, key: str, statistics: Sequence[Statistic]) -> ScoreResult | None:
+        """Read a pass back; None if there is none under this key, or it lacks one of the statistics."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("key") != key:
+                    return None
+                layers: dict[int, dict[str, Statistic]] = {}
+                fresh = {statistic.name: statistic for statistic in statistics}
+                for name in file.keys():  # noqa: SIM118  not a dict
+                    index, statistic, part = name.split("/")
+                    if statistic in fresh:
+                        target = layers.setdefault(int(index), {}).setdefault(statistic, copy.deepcopy(fresh[statistic]))
+                        target.state[part] = file.get_tensor(name)
+        except (OSError, SafetensorError):
+            return None
+        complete = bool(layers) and all(len(found) == len(fresh) for found in layers.values())
+        return cls(int(metadata["tokens"]), layers) if complete else None
+
+
+def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
+    """The asked statistics and every built-in one: a pass costs the same with all of them, and then serves all methods."""
+    named: dict[str, Statistic] = {kind.name: kind() for kind in BUILT_IN}
+    named.update({statistic.name: statistic for statistic in statistics})
+    return tuple(named.values())
+
+
+def score_pass(
+    moe: MoEModel,
+    tokens: CalibrationTokens,
+    statistics: Sequence[Statistic],
+    *,
+    batch_tokens: int = 8192,
+    progress: Progress | None = None,
+) -> ScoreResult:
+    """Run the calibration blocks once and collect statistics of every expert of every MoE layer.
+
+    Args:
+        moe: the opened model; whatever is installed on it is what gets measured.
+        tokens: the blocks, all of equal length, so nothing is padding.
+        statistics: fresh instances; one copy per layer is accumulated on the layer's device.
+        batch_tokens: tokens per forward.
+        progress: called with (blocks done, blocks in total).
+
+    Raises:
+        IntegrityError: if a layer did not fill exactly k slots per token.
+    """
+    if Count.name not in {statistic.name for statistic in statistics}:
+        statistics = (*statistics, Count())
+    layers: dict[int, dict[str, Statistic]] = {}
+    for layer in moe.layers:
+        layers[layer.index] = {statistic.name: copy.deepcopy(statistic) for statistic in statistics}
+        for statistic in layers[layer.index].values():
+            statistic.start(layer.expert_count, layer.width, layer.device)
+
+    def observe(layer: MoELayer, batch: TokenBatch) -> None:
+        for statistic in layers[layer.index].values():
+            statistic.update(batch)
+
+    device = moe.model.get_input_embeddings().weight.device
+    rows = max(1, batch_tokens // tokens.ids_BL.shape[1])
+    done = 0
+    with torch.inference_mode(), Instrument(moe, observer=observe):
+        for ids_BL in tokens.ids_BL.split(rows):
+            moe.model(input_ids=ids_BL.to(device), use_cache=False, logits_to_keep=1)
+            done += ids_BL.shape[0]
+            if progress is not None:
+                progress(done, tokens.ids_BL.shape[0])
+    total = tokens.ids_BL.numel()
+    for layer in moe.layers:
+        for statistic in layers[layer.index].values():
+            statistic.to_host()
+        slots = int(layers[layer.index][Count.name].value().sum())
+        if slots != layer.top_k * total:
+            raise IntegrityError(
+                f"{slots} slots for {total} tokens", where=layer.name, expected=f"k = {layer.top_k} slots per token"
+            )
+    return ScoreResult(total, layers)

@@ -1,0 +1,261 @@
+"""Proof that a pruned model is what it claims to be. A failing check stops the run and says where.
+
+Each check returns a `Check`, which goes into the record; those that need no evaluation run before it, so that nothing is
+spent on a broken arm. Numbers follow DESIGN: (1) an empty mask changes no bit; (2) no token reaches a pruned expert;
+(3) k slots per token; (4) keep and renorm pick the same experts and differ by one scalar per token; (5) every slot has an
+answer; (6) masked = physically removed; (7) stored values are what was declared. The eighth, repeated items, is `run`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prunebench.errors import IntegrityError
+from prunebench.install import programs_of, shrink
+from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel
+from prunebench.plan import Plan
+from prunebench.routing import RouterCall, Scale, reroute
+
+__all__ = [
+    "Check",
+    "check_before_evaluation",
+    "check_counters",
+    "check_empty_mask",
+    "check_one_ratio",
+    "check_removed_equals_masked",
+    "check_slots_answered",
+    "check_stored_values",
+    "demand",
+]
+
+PROBE_LENGTH = 32
+TOLERANCE = 2e-6
+SCALES = ("keep", "renorm", "interp:0.5")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The outcome of one check."""
+
+    check: str
+    status: Literal["pass", "fail", "not applicable"]
+    detail: str
+
+    def to_json(self) -> dict[str, str]:
+        """As it goes into the record."""
+        return dataclasses.asdict(self)
+
+
+def demand(checks: Iterable[Check]) -> list[Check]:
+    """The checks, if none failed.
+
+    Raises:
+        IntegrityError: naming the first that did.
+    """
+    checks = list(checks)
+    for check in checks:
+        if check.status == "fail":
+            raise IntegrityError(f"integrity check failed: {check.check}", where=check.detail)
+    return checks
+
+
+def _verdict(name: str, faults: Sequence[str], fine: str) -> Check:
+    return Check(name, "fail", faults[0]) if faults else Check(name, "pass", fine)
+
+
+def _device(moe: MoEModel) -> torch.device:
+    weight = moe.model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.device
+
+
+def _logits(moe: MoEModel, ids_BL: Tensor) -> Tensor:
+    logits = moe.model(input_ids=ids_BL.to(_device(moe)), use_cache=False).logits
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+@torch.inference_mode()
+def check_empty_mask(moe: MoEModel, ids_BL: Tensor) -> Check:
+    """1. With an empty mask and the rewriting forced on, logits equal the untouched model's bit for bit, at every scale."""
+    plain = _logits(moe, ids_BL)
+    faults = []
+    for scale in SCALES:
+        programs = {layer.index: LayerProgram((), scale=Scale.parse(scale)) for layer in moe.layers}
+        with Instrument(moe, programs, force=True):
+            forced = _logits(moe, ids_BL)
+        if not torch.equal(plain, forced):
+            worst = float((plain.float() - forced.float()).abs().max())
+            faults.append(f"scale {scale}: logits differ by up to {worst:.3g}")
+    detail = f"{ids_BL.numel()} tokens, scales {', '.join(SCALES)}, {moe.experts_implementation}, {plain.dtype}"
+    return _verdict("empty mask is bit-exact", faults, detail.replace("torch.", ""))
+
+
+def check_slots_answered(plan: Plan, moe: MoEModel) -> Check:
+    """5. Enough experts can answer: per layer, survivors and filled experts are at least top-k."""
+    faults = []
+    for layer in plan.layers:
+        shape = moe.layer(layer.index).shape
+        routable = shape.experts - len(plan.mask.pruned_of(layer.index)) + len(layer.fills)
+        if routable < shape.fewest_survivors():
+            faults.append(f"layer {layer.index}: {routable} routable experts for {shape.fewest_survivors()}")
+    filled = sum(len(layer.fills) for layer in plan.layers)
+    detail = f"{filled} of {plan.mask.pruned_count} pruned experts filled, the rest unroutable"
+    return _verdict("every slot has an answer", faults, detail)
+
+
+def check_stored_values(plan: Plan) -> Check:
+    """7. Each fill stores as many values as it declares."""
+    faults = []
+    for key, declared in plan.declared.items():
+        index, expert = key.split("/")
+        measured = sum(tensor.numel() for tensor in plan.state_of(int(index), int(expert)).values())
+        if measured != declared:
+            faults.append(f"layer {index}, expert {expert}: {measured} values stored, {declared} declared")
+    return _verdict("stored values as declared", faults, f"{plan.values_stored} values in {len(plan.declared)} fills")
+
+
+def _capture(moe: MoEModel, ids_BL: Tensor) -> tuple[dict[int, tuple[Any, ...]], dict[int, RouterCall]]:
+    """Each MoE block's inputs and each router's call on a probe batch, unpruned."""
+    inputs: dict[int, tuple[Any, ...]] = {}
+    calls: dict[int, RouterCall] = {}
+    handles = []
+    for layer in moe.layers:
+
+        def keep_input(_block: nn.Module, args: tuple[Any, ...], index: int = layer.index) -> None:
+            inputs[index] = args
+
+        def keep_call(_router: nn.Module, _args: Any, output: Any, layer: MoELayer = layer) -> None:
+            calls[layer.index] = layer.call_of(output)
+
+        handles.append(layer.block.register_forward_pre_hook(keep_input))
+        handles.append(layer.router.register_forward_hook(keep_call))
+    try:
+        _logits(moe, ids_BL)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs, calls
+
+
+def check_one_ratio(
+    calls: Mapping[int, RouterCall], programs: Mapping[int, LayerProgram], expert_counts: Mapping[int, int]
+) -> Check:
+    """4. keep and renorm pick the same experts; survivors of D keep their gate under keep; one ratio per token."""
+    faults, seen, worst = [], 0, 0.0
+    for index, call in calls.items():
+        program = programs.get(index)
+        if program is None or not program.blocked:
+            continue
+        blocked_E = torch.zeros(expert_counts[index], dtype=torch.bool, device=call.logits_TE.device)
+        blocked_E[list(program.blocked)] = True
+        keep_TK, keep_gates_TK = reroute(call, blocked_E, Scale("keep"))
+        renorm_TK, renorm_gates_TK = reroute(call, blocked_E, Scale("renorm"))
+        survivor_TK = ~blocked_E[call.index_TK]
+        if not torch.equal(keep_TK, renorm_TK):
+            faults.append(f"layer {index}: the two scales pick different experts")
+        if not torch.equal(keep_gates_TK[survivor_TK], call.gates_TK[survivor_TK]):
+            faults.append(f"layer {index}: a survivor's gate changed under keep")
+        positive_TK = (keep_gates_TK > 0) & (renorm_gates_TK > 0)
+        ratio_TK = torch.where(positive_TK, keep_gates_TK.double() / renorm_gates_TK.double(), torch.nan)
+        middle_T1 = ratio_TK.nanmedian(dim=-1, keepdim=True).values
+        spread = float(torch.nan_to_num((ratio_TK / middle_T1 - 1).abs()).max())
+        worst, seen = max(worst, spread), seen + call.index_TK.shape[0]
+        # Each gate was rounded once to its dtype; two roundings on either side of the ratio.
+        if spread > 4 * torch.finfo(call.gates_TK.dtype).eps:
+            faults.append(f"layer {index}: keep / renorm varies by {spread:.2g} within a token")
+    if not seen:
+        return Check("keep and renorm differ by one scalar", "not applicable", "no slot is refilled")
+    detail = f"{seen} token-layer calls, largest spread {worst:.2g}"
+    return _verdict("keep and renorm differ by one scalar", faults, detail)
+
+
+def check_removed_equals_masked(
+    moe: MoEModel, programs: Mapping[int, LayerProgram], inputs: Mapping[int, tuple[Any, ...]]
+) -> Check:
+    """6. Per layer, the block with the pruned experts sliced out computes what the masked block computes, in float32."""
+    faults, worst = [], 0.0
+    for layer in moe.layers:
+        program = programs.get(layer.index)
+        if program is None or not program.pruned:
+            continue
+        probe = tuple(value.float() if isinstance(value, Tensor) else value for value in inputs[layer.index])
+        masked_layer, removed_layer = _float_copy(layer), _float_copy(layer)
+        with Instrument(MoEModel(masked_layer.block, (masked_layer,)), {layer.index: program}):
+            masked = _first(masked_layer.block(*probe))
+        rest = shrink(removed_layer, program)
+        left = {layer.index: rest} if rest is not None else {}
+        with Instrument(MoEModel(removed_layer.block, (removed_layer,)), left):
+            removed = _first(removed_layer.block(*probe))
+        difference = float((masked - removed).abs().max()) / max(1.0, float(masked.abs().max()))
+        worst = max(worst, difference)
+        if not difference <= TOLERANCE:
+            faults.append(f"layer {layer.index}: outputs differ by {difference:.3g}, more than {TOLERANCE:g}")
+    return _verdict("masked equals physically removed", faults, f"largest relative difference {worst:.2g}")
+
+
+def _float_copy(layer: MoELayer) -> MoELayer:
+    """A copy of the layer's block in float32, with its own router and experts."""
+    block = copy.deepcopy(layer.block).float()
+    names = {id(module): name for name, module in layer.block.named_modules()}
+    return dataclasses.replace(
+        layer,
+        block=block,
+        router=block.get_submodule(names[id(layer.router)]),
+        experts=block.get_submodule(names[id(layer.experts)]),
+    )
+
+
+def _first(output: Any) -> Tensor:
+    result = output[0] if isinstance(output, tuple) else output
+    assert isinstance(result, Tensor)
+    return result
+
+
+@torch.inference_mode()
+def check_before_evaluation(moe: MoEModel, plan: Plan, ids_BL: Tensor) -> list[Check]:
+    """Checks 4 to 7 of an arm, on a few calibration tokens; check 1 is per model and is made once by the caller.
+
+    Args:
+        moe: the untouched model.
+        plan: the arm.
+        ids_BL: token ids; the first `PROBE_LENGTH` of up to 8 blocks are used.
+    """
+    probe_BL = ids_BL[:8, :PROBE_LENGTH]
+    programs = programs_of(plan)
+    inputs, calls = _capture(moe, probe_BL)
+    counts = {layer.index: layer.expert_count for layer in moe.layers}
+    return [
+        check_one_ratio(calls, programs, counts),
+        check_slots_answered(plan, moe),
+        check_removed_equals_masked(moe, programs, inputs),
+        check_stored_values(plan),
+    ]
+
+
+def check_counters(plan: Plan, counters: Mapping[int, Mapping[str, float]]) -> list[Check]:
+    """2 and 3, from counters over a whole evaluation: zero tokens to pruned experts, every asked fill answered, k slots."""
+    reached, unanswered, short = [], [], []
+    for index, counted in counters.items():
+        if counted["reached_pruned"]:
+            reached.append(f"layer {index}: {counted['reached_pruned']:.0f} slots asked for an unroutable expert")
+        if counted["asked"] != counted["answered"]:
+            unanswered.append(f"layer {index}: {counted['asked']:.0f} slots asked, {counted['answered']:.0f} answered")
+        if not counted["calls"] or counted["slots"] % counted["calls"]:
+            short.append(f"layer {index}: {counted['slots']:.0f} slots in {counted['calls']:.0f} calls")
+    total = {name: sum(c[name] for c in counters.values()) for name in ("slots", "asked", "answered")}
+    if plan.mask.pruned_count and not plan.fills_nothing and not total["asked"]:
+        unanswered.append("no slot ever asked for a fill")
+    return [
+        _verdict("no token reaches a pruned expert", reached, f"0 of {total['slots']:.0f} slots"),
+        _verdict("every asked fill answered", unanswered, f"{total['answered']:.0f} answers")
+        if not plan.fills_nothing
+        else Check("every asked fill answered", "not applicable", "nothing is filled"),
+        _verdict("k slots per token", short, f"{total['slots']:.0f} slots"),
+    ]

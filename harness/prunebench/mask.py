@@ -1,0 +1,300 @@
+"""Which experts are gone, and how many may be: `Mask` and `Budget`.
+
+A mask names, per MoE layer, the ORIGINAL ids of the pruned experts. Ids are never renumbered here; only a physically
+smaller model has other ids. This module knows numbers only: no torch, no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from prunebench.errors import UsageError
+
+__all__ = ["Budget", "LayerMask", "LayerShape", "Mask", "canonical_json", "model_shape_text", "write_atomically"]
+
+SCHEMA = 1
+
+
+def canonical_json(value: object) -> str:
+    """The one JSON text of a value: sorted keys, no spaces; what digests are taken over."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader sees the old file or the whole new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # where the folder is a file, there is nothing to remove either
+            temporary.unlink()
+        raise UsageError("cannot write", where=str(path), expected="a writable folder", fix=str(error)) from error
+
+
+@dataclass(frozen=True, order=True)
+class LayerShape:
+    """One MoE layer as a mask and a budget see it: index in the model, E experts, top-k, router groups (1 = none)."""
+
+    index: int
+    experts: int
+    top_k: int
+    groups: int = 1
+    kept_groups: int = 1
+
+    def fewest_survivors(self) -> int:
+        """Survivors of the layer below which a token cannot fill its k slots."""
+        return self.groups * self.fewest_per_group()
+
+    def fewest_per_group(self) -> int:
+        """Survivors that each router group needs, so that any choice of kept groups can fill k slots."""
+        return self.top_k if self.groups == 1 else -(-self.top_k // self.kept_groups)
+
+    def group_of(self, expert: int) -> int:
+        """The router group of an expert: groups are equal and contiguous."""
+        return expert // (self.experts // self.groups)
+
+
+def model_shape_text(shapes: Iterable[LayerShape]) -> str:
+    """The part of a model that a mask must fit, as one comparable text, e.g. `1:32x4 2:32x4`."""
+    return " ".join(f"{shape.index}:{shape.experts}x{shape.top_k}" for shape in shapes)
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """The pruned experts of one layer: original ids, increasing, each below `experts`."""
+
+    index: int
+    experts: int
+    pruned: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        where = f"layer {self.index}"
+        if list(self.pruned) != sorted(set(self.pruned)):
+            raise UsageError("pruned ids are not strictly increasing", where=where, fix="sort them and remove repeats")
+        if self.pruned and not (0 <= self.pruned[0] and self.pruned[-1] < self.experts):
+            raise UsageError(
+                f"pruned id {self.pruned[0] if self.pruned[0] < 0 else self.pruned[-1]} does not exist",
+                where=where,
+                expected=f"ids from 0 to {self.experts - 1}",
+            )
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Ids that stay, increasing."""
+        gone = set(self.pruned)
+        return tuple(expert for expert in range(self.experts) if expert not in gone)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The pruned experts of every MoE layer of one model shape.
+
+    Args:
+        model_shape: `model_shape_text` of the model that the mask was made for.
+        layers: one entry per MoE layer, by increasing layer index.
+    """
+
+    model_shape: str
+    layers: tuple[LayerMask, ...]
+
+    def __post_init__(self) -> None:
+        indices = [layer.index for layer in self.layers]
+        if indices != sorted(set(indices)):
+            raise UsageError("mask layers are not strictly increasing", where=f"layers {indices}")
+
+    @classmethod
+    def for_shapes(cls, shapes: Sequence[LayerShape], pruned: Mapping[int, Iterable[int]]) -> Mask:
+        """A mask for a model: `pruned` maps layer index to ids; layers not named lose nothing."""
+        unknown = set(pruned) - {shape.index for shape in shapes}
+        if unknown:
+            raise UsageError(f"layer {min(unknown)} is no MoE layer of this model", expected=model_shape_text(shapes))
+        return cls(
+            model_shape_text(shapes),
+            tuple(
+                LayerMask(s.index, s.experts, tuple(sorted(int(e) for e in pruned.get(s.index, ())))) for s in shapes
+            ),
+        )
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over the model shape and all pruned ids."""
+        return hashlib.sha256(canonical_json(self._content()).encode()).hexdigest()[:16]
+
+    @property
+    def pruned_count(self) -> int:
+        """How many experts the mask removes, over all layers."""
+        return sum(len(layer.pruned) for layer in self.layers)
+
+    def pruned_of(self, index: int) -> tuple[int, ...]:
+        """Pruned ids of the layer with this model index (none if the mask does not name it)."""
+        return next((layer.pruned for layer in self.layers if layer.index == index), ())
+
+    def check_fits(self, shapes: Sequence[LayerShape], *, where: str = "mask") -> None:
+        """Raise unless the mask is for a model of these shapes and leaves every layer at least top-k survivors."""
+        wanted = model_shape_text(shapes)
+        if self.model_shape != wanted:
+            raise UsageError(
+                f"the mask is for another model ({self.model_shape})",
+                where=where,
+                expected=f"layer:experts x top-k {wanted}",
+                fix="use a mask made for this model",
+            )
+        for layer, shape in zip(self.layers, shapes, strict=True):
+            left = Counter(shape.group_of(expert) for expert in layer.survivors)
+            for group in range(shape.groups):
+                if left[group] < shape.fewest_per_group():
+                    part = f", router group {group}" if shape.groups > 1 else ""
+                    raise UsageError(
+                        f"the mask leaves {left[group]} experts",
+                        where=f"{where}, layer {layer.index}{part}",
+                        expected=f"at least {shape.fewest_per_group()} survivors (top-k {shape.top_k})",
+                        fix="prune fewer",
+                    )
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "model_shape": self.model_shape,
+            "layers": [{"index": x.index, "E": x.experts, "pruned": list(x.pruned)} for x in self.layers],
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The mask as JSON data, with its digest."""
+        return {**self._content(), "digest": self.digest}
+
+    @classmethod
+    def from_json(cls, data: object, *, where: str = "mask") -> Mask:
+        """Read `to_json`'s data back; a wrong schema, field or digest is a `UsageError` naming `where`."""
+        try:
+            if not isinstance(data, dict) or data["schema"] != SCHEMA:
+                raise UsageError("not a prunebench mask", where=where, expected=f'an object with "schema": {SCHEMA}')
+            layers = tuple(
+                LayerMask(int(x["index"]), int(x["E"]), tuple(int(e) for e in x["pruned"])) for x in data["layers"]
+            )
+            mask = cls(str(data["model_shape"]), layers)
+            digest = data.get("digest", mask.digest)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"not a prunebench mask ({error!r})", where=where, expected="schema, model_shape, layers, digest"
+            ) from error
+        if digest != mask.digest:
+            raise UsageError(
+                "the mask was changed after it was written",
+                where=where,
+                expected=f"digest {mask.digest}",
+                fix='write it anew, or remove "digest" if the change is meant',
+            )
+        return mask
+
+    def save(self, path: Path) -> None:
+        """Write the mask as one JSON file, atomically."""
+        write_atomically(path, (canonical_json(self.to_json()) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Mask:
+        """Read a mask file."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError("cannot read the mask file", where=str(path), fix=str(error)) from error
+        except ValueError as error:
+            raise UsageError("the mask file is not JSON", where=str(path), fix=str(error)) from error
+        return cls.from_json(data, where=str(path))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many experts each layer loses. Exactly one of `ratio` and `keep` is given.
+
+    The count rule, stated once: `ratio` removes floor(ratio · E) experts of a layer, on decimals, so that 0.3 of 10 is
+    3 and not 2; `keep` leaves exactly that many. A budget that removes nothing, or that leaves fewer than top-k
+    survivors, is refused before any work.
+
+    Args:
+        ratio: share of each layer's experts to remove, in (0, 1).
+        keep: experts left in each layer.
+        protected: layer index -> ids that may not be pruned.
+    """
+
+    ratio: Decimal | None = None
+    keep: int | None = None
+    protected: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.ratio is None) == (self.keep is None):
+            raise UsageError("a budget needs exactly one of ratio and keep", fix="give --ratio or --keep")
+        if self.ratio is not None and not (self.ratio.is_finite() and 0 < self.ratio < 1):
+            raise UsageError(f"ratio {self.ratio} is impossible", expected="a number above 0 and below 1, such as 0.5")
+        if self.keep is not None and self.keep < 1:
+            raise UsageError(f"keep {self.keep} is impossible", expected="at least 1 expert per layer")
+
+    @classmethod
+    def of_ratio(cls, ratio: str | float | Decimal, **more: Any) -> Budget:
+        """A budget from a ratio as typed: floats go through their shortest text, so 0.3 means 3/10."""
+        try:
+            return cls(ratio=Decimal(str(ratio)), **more)
+        except InvalidOperation as error:
+            raise UsageError(f"ratio {ratio!r} is not a number", expected="a number such as 0.5") from error
+
+    def pruned_count(self, shape: LayerShape) -> int:
+        """How many experts this layer loses.
+
+        Raises:
+            UsageError: if nothing would be pruned, or fewer than top-k experts, or fewer than the protected ones, stay.
+        """
+        if self.ratio is not None:
+            count = int(self.ratio * shape.experts)
+            asked = f"ratio {self.ratio}"
+        else:
+            assert self.keep is not None
+            count = shape.experts - self.keep
+            asked = f"keep {self.keep}"
+        where = f"layer {shape.index} with {shape.experts} experts"
+        fewest = shape.fewest_survivors()
+        if count <= 0:
+            raise UsageError(
+                f"{asked} prunes nothing",
+                where=where,
+                expected=f"at least one expert pruned (ratio ≥ 1/{shape.experts}, keep < {shape.experts})",
+            )
+        if shape.experts - count < fewest:
+            raise UsageError(
+                f"{asked} leaves {shape.experts - count} experts",
+                where=where,
+                expected=f"at least top-k = {fewest} survivors",
+                fix=f"prune at most {shape.experts - fewest} of {shape.experts}",
+            )
+        guarded = len(self.protected.get(shape.index, frozenset()))
+        if shape.experts - count < guarded:
+            raise UsageError(
+                f"{asked} leaves {shape.experts - count} experts", where=where, expected=f"the {guarded} protected ones"
+            )
+        return count
+
+    def check(self, shapes: Sequence[LayerShape]) -> None:
+        """Raise unless the budget is possible in every layer."""
+        for shape in shapes:
+            self.pruned_count(shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """The budget as it goes into a record; 0.5 and 0.50 are one budget."""
+        amount: dict[str, Any] = {"keep": self.keep}
+        if self.ratio is not None:
+            amount = {"ratio": format(self.ratio.normalize(), "f")}
+        if self.protected:
+            amount["protected"] = {str(index): sorted(ids) for index, ids in sorted(self.protected.items())}
+        return amount

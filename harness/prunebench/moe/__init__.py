@@ -1,0 +1,30 @@
+"""One uniform view over the MoE layers of a transformers model, and the only hooks that touch it."""
+
+from prunebench.moe.hooks import Instrument, LayerCounters, LayerProgram, TokenBatch
+from prunebench.moe.layer import MoELayer, MoEModel, open_model
+from prunebench.moe.load import (
+    LoadedModel,
+    check_device,
+    experts_implementation_for,
+    load_model,
+    peek,
+    quiet_libraries,
+    weights_sha256,
+)
+
+__all__ = [
+    "Instrument",
+    "LayerCounters",
+    "LayerProgram",
+    "LoadedModel",
+    "MoELayer",
+    "MoEModel",
+    "TokenBatch",
+    "check_device",
+    "experts_implementation_for",
+    "load_model",
+    "open_model",
+    "peek",
+    "quiet_libraries",
+    "weights_sha256",
+]

@@ -1,0 +1,438 @@
+"""The only hooks that touch a model: they carry out a layer's program and show observers what was computed.
+
+Per MoE layer there are three: a forward hook on the router (new slots and gates), and a pre- and a post-hook on the
+experts module. Where slots are answered by fills, or somebody watches, the pre-hook turns the call into "one expert per
+row, gate 1" without the pruned rows, and the post-hook answers the holes, weighs by the gates in the router's dtype and
+adds up in the module's own order. So execution knows no weight layout, and with an empty mask the logits are the
+untouched model's, bit for bit. Rows go to each expert in the order in which the native code sends them: a GEMM may round
+differently when its rows are permuted.
+
+T tokens, K slots per token, E experts, S rows (one per computed slot), D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from prunebench.errors import IntegrityError
+from prunebench.moe.layer import MoELayer, MoEModel
+from prunebench.routing import RouterCall, Scale, reroute, scores_and_choice
+from prunebench.routing.gates import log_normaliser, log_scores
+
+__all__ = ["Instrument", "LayerCounters", "LayerProgram", "TokenBatch"]
+
+Observer = Callable[[MoELayer, "TokenBatch"], None]
+
+
+@dataclass(frozen=True)
+class LayerProgram:
+    """What one masked layer computes.
+
+    Args:
+        pruned: original ids of the pruned experts.
+        fills: a module per pruned expert that keeps its slots; a pruned expert without one cannot be routed to.
+        scale: resolved gate scale of the survivors, used if some pruned expert has no fill.
+        positions: where physically removed, original id of each survivor in the smaller experts module, in order.
+    """
+
+    pruned: tuple[int, ...]
+    fills: Mapping[int, nn.Module] = field(default_factory=dict)
+    scale: Scale = field(default_factory=lambda: Scale("keep"))
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def blocked(self) -> tuple[int, ...]:
+        """Pruned experts that no slot may ask for."""
+        return tuple(expert for expert in self.pruned if expert not in self.fills)
+
+
+@dataclass
+class LayerCounters:
+    """Slots counted over everything a masked layer has run, padding excluded; device tensors, read once at the end.
+
+    Args:
+        calls: token-layer calls.
+        slots: slots that reached the experts module (calls · K).
+        reached_pruned: slots that asked for a pruned expert that nothing answers; zero or the run is void.
+        asked: slots that asked for a filled expert.
+        answered: rows that fills computed.
+        displaced: calls whose unpruned top-k held an unroutable expert.
+        ratio_sum: sum over displaced calls of the gates' total under keep over the total under renorm.
+        ratio_above_one: displaced calls where that ratio exceeds 1.
+    """
+
+    calls: Tensor
+    slots: Tensor
+    reached_pruned: Tensor
+    asked: Tensor
+    answered: Tensor
+    displaced: Tensor
+    ratio_sum: Tensor
+    ratio_above_one: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> LayerCounters:
+        """All counters at zero."""
+        zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(8)]
+        counters = cls(*zeros)
+        counters.ratio_sum = torch.zeros((), dtype=torch.float64, device=device)
+        return counters
+
+    def read(self) -> dict[str, float]:
+        """The counters as numbers."""
+        return {name: value.item() for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What one MoE layer computed for one batch, padding removed; rows are sorted by expert.
+
+    Args:
+        x_TD: the experts' input.
+        scores_TE: router scores p, float32.
+        choice_TE: what the router ranked (p + b, or logits).
+        index_TK: the experts that answered each slot.
+        gates_TK: gates as applied.
+        outputs_SD: un-weighted expert outputs f_e(x), one row per slot.
+        expert_S: expert of each row, non-decreasing.
+        token_S: token of each row.
+        slot_S: slot of each row.
+        counts_E: rows per expert.
+        block_T: which calibration block each token is from, counted over the pass.
+    """
+
+    x_TD: Tensor
+    scores_TE: Tensor
+    choice_TE: Tensor
+    index_TK: Tensor
+    gates_TK: Tensor
+    outputs_SD: Tensor
+    expert_S: Tensor
+    token_S: Tensor
+    slot_S: Tensor
+    counts_E: Tensor
+    block_T: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.x_TD.shape[0]
+
+    @cached_property
+    def gates_S(self) -> Tensor:  # noqa: N802  shape suffix
+        """Gate of each row."""
+        return self.gates_TK[self.token_S, self.slot_S]
+
+    @cached_property
+    def output_norms_S(self) -> Tensor:  # noqa: N802  shape suffix
+        """‖f_e(x)‖₂ of each row, accumulated in float64."""
+        if self.outputs_SD.device.type == "cpu":
+            # Norms of cache-sized pieces: one pass over memory, no float64 copy of the whole batch.
+            pieces = [piece.double().square_().sum(-1) for piece in self.outputs_SD.split(512)]
+            return torch.cat(pieces).sqrt_() if pieces else self.outputs_SD.new_zeros(0, dtype=torch.float64)
+        return torch.linalg.vector_norm(self.outputs_SD, dim=-1, dtype=torch.float64)
+
+    @cached_property
+    def outputs_TKD(self) -> Tensor:  # noqa: N802  shape suffix
+        """Un-weighted outputs by token and slot; a copy, so prefer the rows."""
+        outputs = self.outputs_SD.new_zeros(*self.index_TK.shape, self.outputs_SD.shape[-1])
+        outputs[self.token_S, self.slot_S] = self.outputs_SD
+        return outputs
+
+    @cached_property
+    def segments(self) -> tuple[tuple[int, int, int], ...]:
+        """(expert, first row, end row) of every expert with rows; reads the counts to the host once."""
+        result, start = [], 0
+        for expert, count in enumerate(self.counts_E.tolist()):
+            if count:
+                result.append((expert, start, start + count))
+            start += count
+        return tuple(result)
+
+
+@dataclass
+class _Call:
+    """What the hooks of one layer hand to each other during one forward."""
+
+    router: RouterCall
+    x_TD: Tensor | None = None
+    index_TK: Tensor | None = None
+    gates_TK: Tensor | None = None
+    token_S: Tensor | None = None
+    slot_S: Tensor | None = None
+    expert_S: Tensor | None = None
+    own_S: Tensor | None = None
+
+
+class Instrument:
+    """Context manager: while it is entered, layers run their programs and observers see every batch.
+
+    Args:
+        moe: the opened model.
+        programs: layer index -> program; layers not named run untouched.
+        observer: called as `observer(layer, batch)` after each MoE layer.
+        force: run the rewriting code in every layer, even where a program has nothing to do (integrity checks).
+
+    Leaving it restores the model: nothing is patched, and only hooks of this object are removed.
+    """
+
+    def __init__(
+        self,
+        moe: MoEModel,
+        programs: Mapping[int, LayerProgram] | None = None,
+        *,
+        observer: Observer | None = None,
+        force: bool = False,
+    ) -> None:
+        self.moe = moe
+        self.programs = dict(programs or {})
+        self.observer = observer
+        self.force = force
+        self.counters: dict[int, LayerCounters] = {}
+        self.blocks_seen = 0
+        self._handles: list[RemovableHandle] = []
+        self._calls: dict[int, _Call] = {}
+        self._fired: set[int] = set()
+        self._watched: tuple[MoELayer, ...] = ()
+        self._valid_BL: Tensor | None = None
+        self._lengths: tuple[int, int] = (0, 0)
+
+    def __enter__(self) -> Instrument:
+        everything = self.force or self.observer is not None
+        self._watched = tuple(
+            layer for layer in self.moe.layers if everything or self.programs.get(layer.index, LayerProgram(())).pruned
+        )
+        for layer in self._watched:
+            program = self.programs.get(layer.index, LayerProgram(()))
+            runner = _LayerHooks(self, layer, program)
+            self.counters[layer.index] = runner.counters
+            self._handles += [
+                layer.router.register_forward_hook(runner.after_router),
+                layer.experts.register_forward_pre_hook(runner.before_experts),
+                layer.experts.register_forward_hook(runner.after_experts),
+            ]
+        self._handles.append(self.moe.model.register_forward_pre_hook(self._before_model, with_kwargs=True))
+        self._handles.append(self.moe.model.register_forward_hook(self._after_model))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
+
+    def _before_model(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            ids = kwargs["inputs_embeds"]
+        self._lengths = (int(ids.shape[0]), int(ids.shape[1]))
+        mask = kwargs.get("attention_mask")
+        # With a cache the mask also covers past tokens: the last columns are this call's.
+        flat = isinstance(mask, Tensor) and mask.dim() == 2
+        self._valid_BL = mask[:, -self._lengths[1] :].bool() if flat else None
+        self._fired.clear()
+
+    def _after_model(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        silent = [layer.name for layer in self._watched if layer.index not in self._fired]
+        if silent:
+            raise IntegrityError(
+                f"the hooks of {len(silent)} masked layers did not run",
+                where=silent[0],
+                expected="router and experts to be called as modules",
+                fix="load the model without fused or quantised MoE kernels",
+            )
+        self.blocks_seen += self._lengths[0]
+
+    def valid_T(self, device: torch.device) -> Tensor | None:  # noqa: N802  shape suffix
+        """Which tokens of the current call are not padding; None if all are."""
+        return None if self._valid_BL is None else self._valid_BL.reshape(-1).to(device)
+
+    def block_T(self, device: torch.device) -> Tensor:  # noqa: N802  shape suffix
+        """Block number of each token of the current call."""
+        rows, length = self._lengths
+        return (torch.arange(rows, device=device) + self.blocks_seen).repeat_interleave(length)
+
+
+class _LayerHooks:
+    """The three hooks of one layer and the tensors they need, made once."""
+
+    def __init__(self, instrument: Instrument, layer: MoELayer, program: LayerProgram) -> None:
+        self.instrument, self.layer, self.program = instrument, layer, program
+        device = layer.device
+
+        def flags(ids: tuple[int, ...]) -> Tensor:
+            result = torch.zeros(layer.expert_count, dtype=torch.bool)
+            result[list(ids)] = True
+            return result.to(device)
+
+        self.blocked_E = flags(program.blocked)
+        self.filled_E = flags(tuple(program.fills))
+        self.fills = {expert: fill.to(device).eval() for expert, fill in sorted(program.fills.items())}
+        self.position_E: Tensor | None = None
+        if program.positions is not None:
+            self.position_E = torch.zeros(layer.expert_count, dtype=torch.int64, device=device)
+            self.position_E[list(program.positions)] = torch.arange(len(program.positions), device=device)
+        self.reroutes = bool(program.blocked) or instrument.force
+        self.by_row = bool(self.fills) or instrument.force or instrument.observer is not None
+        self.counters = LayerCounters.zero(device)
+
+    def after_router(self, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """Refill the slots of unroutable experts."""
+        call = self.layer.call_of(output)
+        self.instrument._calls[self.layer.index] = _Call(call)
+        if not self.reroutes:
+            return None
+        index_TK, gates_TK = reroute(call, self.blocked_E, self.program.scale)
+        if self.program.blocked:
+            self._count_displaced(call, index_TK)
+        return output[0], gates_TK, index_TK
+
+    def _count_displaced(self, call: RouterCall, index_TK: Tensor) -> None:
+        """How often a slot changed hands, and how far keep's gates are from the trained total (2610.41366 §5.3)."""
+        counters = self.counters
+        displaced_T = self.blocked_E[call.index_TK].any(-1)
+        if (valid_T := self.instrument.valid_T(displaced_T.device)) is not None:
+            displaced_T = displaced_T & valid_T
+        _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
+        log_p_TE = log_scores(call.convention, call.logits_TE)
+        other = [
+            log_normaliser(Scale(kind), call, log_p_TE, choice_TE, index_TK, self.blocked_E)[:, 0]
+            for kind in ("keep", "renorm")
+        ]
+        # Gates are c·p/Z, so keep's total over renorm's is Z_renorm / Z_keep.
+        ratio_T = (other[1] - other[0]).exp()
+        counters.displaced += displaced_T.sum()
+        counters.ratio_sum += ratio_T[displaced_T].sum()
+        counters.ratio_above_one += (ratio_T[displaced_T] > 1).sum()
+
+    def before_experts(self, _experts: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Count the slots; where somebody answers or watches, ask for one expert per row without the filled ones."""
+        x_TD, index_TK, gates_TK = args
+        self._count_slots(index_TK)
+        call = self.instrument._calls[self.layer.index]
+        if not self.by_row:
+            return None if self.position_E is None else (x_TD, self.position_E[index_TK], gates_TK)
+        tokens, slots = index_TK.shape
+        if self.layer.reduces_in_expert_order:
+            expert_S, order_S = index_TK.t().reshape(-1).sort(stable=True)
+            call.token_S, call.slot_S = order_S % tokens, order_S.div(tokens, rounding_mode="floor")
+        else:
+            expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
+            call.token_S, call.slot_S = order_S.div(slots, rounding_mode="floor"), order_S % slots
+        call.x_TD, call.index_TK, call.gates_TK, call.expert_S = x_TD, index_TK, gates_TK, expert_S
+        own_token_S, own_expert_S = call.token_S, expert_S
+        if self.fills:
+            call.own_S = (~self.filled_E[expert_S]).nonzero()[:, 0]
+            own_token_S, own_expert_S = own_token_S[call.own_S], expert_S[call.own_S]
+        if self.position_E is not None:
+            own_expert_S = self.position_E[own_expert_S]
+        if not own_token_S.numel():
+            # Fused kernels do not take an empty batch: send one row and drop its answer.
+            own_token_S, own_expert_S = own_token_S.new_zeros(1), own_expert_S.new_zeros(1)
+        return x_TD[own_token_S], own_expert_S[:, None], x_TD.new_ones(own_token_S.shape[0], 1)
+
+    def after_experts(self, _experts: nn.Module, _args: Any, output: Tensor) -> Any:
+        """Answer the holes, show the observer, weigh and add up."""
+        self.instrument._fired.add(self.layer.index)
+        call = self.instrument._calls.pop(self.layer.index)
+        if not self.by_row:
+            return None
+        assert call.x_TD is not None and call.index_TK is not None and call.gates_TK is not None
+        assert call.token_S is not None and call.slot_S is not None and call.expert_S is not None
+        outputs_SD = self._answer(call, output)
+        counts_E = torch.bincount(call.expert_S, minlength=self.layer.expert_count)
+        scores_TE, choice_TE = scores_and_choice(call.router.convention, call.router.logits_TE, call.router.bias_E)
+        batch = TokenBatch(
+            call.x_TD,
+            scores_TE,
+            choice_TE,
+            call.index_TK,
+            call.gates_TK,
+            outputs_SD,
+            call.expert_S,
+            call.token_S,
+            call.slot_S,
+            counts_E,
+            self.instrument.block_T(outputs_SD.device),
+        )
+        if self.instrument.observer is not None:
+            self.instrument.observer(self.layer, _without_padding(batch, self.instrument.valid_T(outputs_SD.device)))
+        return self._reduce(batch)
+
+    def _answer(self, call: _Call, output: Tensor) -> Tensor:
+        """Outputs of every row: the experts' own, and the fills' in the holes ([S, D])."""
+        if not self.fills:
+            return output
+        assert call.own_S is not None and call.expert_S is not None and call.token_S is not None
+        assert call.x_TD is not None
+        outputs_SD = output.new_zeros(call.expert_S.shape[0], output.shape[-1])
+        outputs_SD[call.own_S] = output[: call.own_S.shape[0]]
+        counts = torch.bincount(call.expert_S, minlength=self.layer.expert_count).tolist()
+        valid_T = self.instrument.valid_T(output.device)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count and expert in self.fills:
+                token_S = call.token_S[start : start + count]
+                outputs_SD[start : start + count] = self.fills[expert](call.x_TD[token_S]).to(output.dtype)
+                self.counters.answered += count if valid_T is None else valid_T[token_S].sum()
+            start += count
+        return outputs_SD
+
+    def _reduce(self, batch: TokenBatch) -> Tensor:
+        """Σ_k g·f in the order and dtype of the module's own code ([T, D]).
+
+        `eager` adds by increasing expert id, rounding to the hidden dtype after every addition; the fused
+        implementations weigh, sum over slots at once, and round once.
+        """
+        if self.layer.reduces_in_expert_order:
+            total_TD = torch.zeros_like(batch.x_TD)
+            for _, start, end in batch.segments:
+                token_S, slot_S = batch.token_S[start:end], batch.slot_S[start:end]
+                weighted_SD = batch.outputs_SD[start:end] * batch.gates_TK[token_S, slot_S, None]
+                total_TD.index_add_(0, token_S, weighted_SD.to(total_TD.dtype))
+            return total_TD
+        weighted_SD = batch.outputs_SD * batch.gates_S[:, None]
+        weighted_TKD = weighted_SD.new_empty(*batch.index_TK.shape, weighted_SD.shape[-1])
+        weighted_TKD[batch.token_S, batch.slot_S] = weighted_SD
+        return weighted_TKD.sum(dim=1).to(batch.x_TD.dtype)
+
+    def _count_slots(self, index_TK: Tensor) -> None:
+        counters, valid_T = self.counters, self.instrument.valid_T(index_TK.device)
+        if valid_T is not None:
+            index_TK = index_TK[valid_T]
+        counters.calls += index_TK.shape[0]
+        counters.slots += index_TK.numel()
+        counters.reached_pruned += self.blocked_E[index_TK].sum()
+        counters.asked += self.filled_E[index_TK].sum()
+
+
+def _without_padding(batch: TokenBatch, valid_T: Tensor | None) -> TokenBatch:
+    """The batch of the valid tokens only, renumbered."""
+    if valid_T is None or bool(valid_T.all()):
+        return batch
+    new_token_T = valid_T.cumsum(0) - 1
+    rows = valid_T[batch.token_S]
+    expert_S = batch.expert_S[rows]
+    return TokenBatch(
+        x_TD=batch.x_TD[valid_T],
+        scores_TE=batch.scores_TE[valid_T],
+        choice_TE=batch.choice_TE[valid_T],
+        index_TK=batch.index_TK[valid_T],
+        gates_TK=batch.gates_TK[valid_T],
+        outputs_SD=batch.outputs_SD[rows],
+        expert_S=expert_S,
+        token_S=new_token_T[batch.token_S[rows]],
+        slot_S=batch.slot_S[rows],
+        counts_E=torch.bincount(expert_S, minlength=batch.counts_E.shape[0]),
+        block_T=batch.block_T[valid_T],
+    )

@@ -1,0 +1,170 @@
+"""Loading a model once, in the dtype, device and experts implementation that the record will name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.mask import LayerShape
+from prunebench.moe.layer import MoEModel, find_layers, open_model
+from prunebench.routing import Convention
+
+__all__ = [
+    "LoadedModel",
+    "check_device",
+    "experts_implementation_for",
+    "load_model",
+    "peek",
+    "quiet_libraries",
+    "weights_sha256",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An opened model with its tokenizer and what identifies its weights.
+
+    Args:
+        name: as the user asked for it.
+        moe: the opened model.
+        tokenizer: its tokenizer.
+        folder: the checkpoint folder.
+    """
+
+    name: str
+    moe: MoEModel
+    tokenizer: Any
+    folder: Path
+
+
+def weights_sha256(folder: Path) -> str:
+    """sha256 over names and bytes of a checkpoint's config and safetensors files: what identifies a model."""
+    digest = sha256()
+    files = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name == "config.json")
+    for path in files:
+        digest.update(path.name.encode() + b"\0")
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _config_of(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError("the model's config cannot be read", where=str(folder), fix=_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
+def peek(folder: Path) -> tuple[tuple[LayerShape, ...], Convention]:
+    """A model's layer shapes and router convention from its config alone, before any weight is read.
+
+    Raises:
+        UsageError: no MoE layers, an unknown router, or no causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _config_of(folder)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as error:
+        raise UsageError("not a causal language model", where=str(folder), fix=_first_line(error)) from error
+    layers = find_layers(model)
+    return tuple(layer.shape for layer in layers), layers[0].convention
+
+
+def load_model(
+    name: str,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    device_map: str | None = None,
+    experts_implementation: str | None = None,
+) -> LoadedModel:
+    """Load a checkpoint folder and open it.
+
+    The dtype goes to `from_pretrained`, never to a later cast, which would round routers kept in float32. Remote code is
+    never run.
+
+    Args:
+        name: for tables and errors.
+        folder: config, safetensors and tokenizer.
+        device: where the model goes, unless `device_map` says.
+        dtype: float32, bfloat16 or float16.
+        device_map: `auto` spreads the model over the devices (needs accelerate).
+        experts_implementation: see `experts_implementation_for`.
+
+    Raises:
+        UsageError: unknown dtype, a folder that is no checkpoint, a model that cannot be opened.
+        PrerequisiteError: a missing device.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    check_device(device, dtype)
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "trust_remote_code": False,
+        "experts_implementation": experts_implementation or experts_implementation_for(device, device_map),
+    }
+    if device_map is not None:
+        options["device_map"] = device_map
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(
+            f"cannot load the model: {_first_line(error)}", where=str(folder), fix="check the folder's files"
+        ) from error
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {rows}",
+            where=str(folder),
+            expected="the model's own tokenizer",
+        )
+    if device_map is None:
+        model = model.to(device)
+    return LoadedModel(name, open_model(model.requires_grad_(requires_grad=False)), tokenizer, folder)
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' and datasets' progress bars and advice off standard error, which is ours."""
+    from datasets.utils import logging as datasets_logging
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    datasets_logging.disable_progress_bar()
+
+
+def check_device(device: str, dtype: str) -> None:
+    """Raise unless the dtype is known and the device is there."""
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}", expected=", ".join(DTYPES))
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {device!r}", expected="cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PrerequisiteError("no CUDA device is available", where=f"device {device}", fix="use cpu")
+
+
+def experts_implementation_for(device: str, device_map: str | None) -> str:
+    """`eager` on CPU, where it is the fastest and the readable reference; `grouped_mm`, transformers' own, elsewhere."""
+    return "eager" if device == "cpu" and device_map is None else "grouped_mm"
