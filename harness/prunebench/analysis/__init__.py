@@ -1,0 +1,25 @@
+"""Numbers from items: metrics with intervals, and paired comparisons of two runs. Numpy only.
+
+`bootstrap` resamples, `metrics` turns one run's items into its published numbers, `compare` contrasts two runs.
+"""
+
+from prunebench.analysis.bootstrap import LEVEL, RESAMPLES, SEED, Interval, confidence_interval
+from prunebench.analysis.compare import Comparison, Contrast, compare, comparison_table
+from prunebench.analysis.metrics import PERCENT, headline_cells, is_loss, metrics_from_items, published
+
+__all__ = [
+    "LEVEL",
+    "PERCENT",
+    "RESAMPLES",
+    "SEED",
+    "Comparison",
+    "Contrast",
+    "Interval",
+    "compare",
+    "comparison_table",
+    "confidence_interval",
+    "headline_cells",
+    "is_loss",
+    "metrics_from_items",
+    "published",
+]

@@ -1,0 +1,132 @@
+"""The board's table as Markdown and as one self-contained page. All text from records is escaped here."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from importlib import resources
+from typing import Final
+
+import tabulate
+
+from prunebench.board.table import Cell, Column, Table
+from prunebench.record import LeftOut
+
+__all__ = ["LEGEND", "to_html", "to_markdown"]
+
+TITLE: Final = "prunebench board"
+LEGEND: Final = (
+    ("convention", "what the router computes: its scores, and whether it was trained with top-k renormalization."),
+    ("method (mask)", "the criterion, or file, that chose the pruned experts."),
+    ("operator", "what answers a slot whose expert is gone: constant (the expert's mean output), zero (nothing), reroute (the slot goes to the best survivor)."),  # noqa: E501
+    ("scale", "the divisor Z of the survivors' gates when slots are rerouted. keep: that of the unpruned router, so that survivors keep their gates. renorm: gates rescaled for the experts that are left. trained: keep or renorm, whichever the router was trained with; other: the one it was not."),  # noqa: E501
+    ("stored MB", "millions of bytes of all saved tensors, replacements included, tied ones once."),
+    ("[95 % CI]", "item bootstrap: B = 10,000 resamples of the items of each task, seed 0, percentiles 2.5 and 97.5; it covers the choice of test items, not of calibration text. Suites of several tasks show the mean over tasks."),  # noqa: E501
+    ("− constant", "paired difference from the constant operator on the same model, mask, budget and draw, over the same items and resamples. Bold: the interval excludes zero (no correction for multiple comparisons)."),  # noqa: E501
+    ("perplexity", "lower is better, and so is a difference below zero."),
+    ("integrity", "checks passed of those that apply; failed ones are named."),
+)  # fmt: skip
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
+
+
+def to_markdown(table: Table, left_out: Sequence[LeftOut]) -> str:
+    """The board for a README or a pull request."""
+    head = [_markdown(" ".join(filter(None, (column.title, column.detail)))) for column in table.columns]
+    body = [[_markdown_cell(cell) for cell in row] for row in table.rows]
+    align = ["right" if column.numeric else "left" for column in table.columns]
+    text = tabulate.tabulate(body, head, tablefmt="github", disable_numparse=True, colalign=align)
+    notes = "\n".join(f"- **{_markdown(term)}**: {_markdown(meaning)}" for term, meaning in LEGEND)
+    missing = "".join(f"- {_markdown(str(one))}\n" for one in left_out)
+    tail = f"\n## Left out\n\n{missing}" if left_out else ""
+    return f"# {TITLE}\n\n{text}\n\n## Legend\n\n{notes}\n{tail}"
+
+
+def _markdown(text: str) -> str:
+    """Text that Markdown and its inline HTML show as it is, on one line. A bracket alone makes no link."""
+    escaped = re.sub(r"([\\`*|]|\](?=[(\[:]))", r"\\\1", " ".join(text.split()))
+    return html.escape(escaped, quote=False)
+
+
+def _markdown_cell(cell: Cell) -> str:
+    main = _markdown(cell.text)
+    return " ".join(filter(None, (f"**{main}**" if cell.strong else main, _markdown(cell.detail))))
+
+
+def to_html(table: Table, left_out: Sequence[LeftOut]) -> str:
+    """One page without outside parts: sortable, filterable, and still a table where scripts are off."""
+    files = resources.files("prunebench.board")
+    style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    head = "\n".join(_html_head(column) for column in table.columns)
+    body = "\n".join(_html_row(table.columns, row) for row in table.rows)
+    notes = "\n".join(f"<dt>{_html(term)}</dt><dd>{_html(meaning)}</dd>" for term, meaning in LEGEND)
+    missing = "\n".join(f"<li>{_html(str(one))}</li>" for one in left_out)
+    tail = f"<h2>Left out</h2>\n<ul>\n{missing}\n</ul>\n" if left_out else ""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{TITLE}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<h1>{TITLE}</h1>
+<form role="search">
+<label for="filter">Filter rows</label> <input id="filter" type="search" autocomplete="off" spellcheck="false">
+<output id="count" for="filter">{len(table.rows)} rows</output>
+</form>
+<div class="scroll" role="region" aria-labelledby="caption" tabindex="0">
+<table id="board">
+<caption id="caption">Pruned models and their dense originals, every number from per-item outcomes.
+Column titles sort; the address then links to that order.</caption>
+<thead>
+<tr>
+{head}
+</tr>
+</thead>
+<tbody>
+{body}
+</tbody>
+</table>
+</div>
+<h2>Legend</h2>
+<dl>
+{notes}
+</dl>
+{tail}</main>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def _html(text: str) -> str:
+    return html.escape(text, quote=True)
+
+
+def _html_head(column: Column) -> str:
+    kind = ' class="number"' if column.numeric else ""
+    detail = f"<small>{_html(column.detail)}</small>" if column.detail else ""
+    return (
+        f'<th scope="col" aria-sort="none" data-key="{_html(column.key)}"{kind}>'
+        f'<button type="button">{_html(column.title)}</button>{detail}</th>'
+    )
+
+
+def _html_row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
+    cells = (_html_cell(*pair, first=i == 0) for i, pair in enumerate(zip(columns, row, strict=True)))
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _html_cell(column: Column, cell: Cell, *, first: bool) -> str:
+    main = f"<strong>{_html(cell.text)}</strong>" if cell.strong else _html(cell.text)
+    detail = f"<small>{_html(cell.detail)}</small>" if cell.detail else ""
+    if column.numeric:
+        key = "" if cell.sort is None else f' data-sort="{_html(repr(cell.sort))}"'
+        return f'<td class="number"{key}>{main}{detail}</td>'
+    return f'<th scope="row">{main}{detail}</th>' if first else f"<td>{main}{detail}</td>"

@@ -1,0 +1,521 @@
+"""One run on disk: `record.json` (what was run and what came out) beside `items.parquet` (one row per item and metric).
+
+A run folder is written whole or not at all, and the same content gives the same bytes. This module knows the format
+only: it computes no metric (that is `analysis`) and imports nothing heavy until a file is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.mask import canonical_json
+from prunebench.storage import PARTS
+
+__all__ = [
+    "ITEMS_FILE",
+    "RECORD_FILE",
+    "SCHEMA",
+    "STATES",
+    "Item",
+    "ItemTable",
+    "LeftOut",
+    "Run",
+    "RunListing",
+    "comparable",
+    "content_hash",
+    "is_complete",
+    "items_to_table",
+    "read_items",
+    "read_run",
+    "run_id",
+    "runs_under",
+    "validate",
+    "write_items",
+    "write_run",
+]
+
+SCHEMA: Final = 1
+RECORD_FILE: Final = "record.json"
+ITEMS_FILE: Final = "items.parquet"
+STATES: Final = ("ok", "wrong", "unparsed", "empty", "truncated", "timeout", "error")
+
+_TOP: Final[Mapping[str, tuple[type, ...]]] = {
+    "schema": (int,),
+    "status": (str,),
+    "run_id": (str,),
+    "identity": (dict,),
+    "arm": (dict,),
+    "metrics": (dict,),
+    "headline": (dict,),
+    "integrity": (list,),
+    "storage": (dict,),
+    "routing": (dict,),
+    "mask": (dict, type(None)),
+    "tensors": (dict,),
+    "provenance": (dict,),
+    "volatile": (dict,),
+}
+_IDENTITY: Final = (
+    *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
+    *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),
+)
+_ARM: Final = (
+    *("model", "convention", "mask", "operator", "scale", "resolved_scale"),
+    *("ratio", "keep", "draw", "dense"),
+)
+_CHECK_STATUS: Final = ("pass", "fail", "not applicable")
+
+Text: TypeAlias = NDArray[np.str_]
+Floats: TypeAlias = NDArray[np.float64]
+Hashes: TypeAlias = NDArray[np.uint64]
+
+
+def content_hash(text: str) -> int:
+    """64-bit blake2b of a text: how items of two runs are known to be the same."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Item:
+    """The outcome of one question under one metric.
+
+    Args:
+        suite: name of the suite.
+        task: name of the task inside the suite.
+        filter: answer extraction used; "none" if the task has none.
+        item: stable id inside the task.
+        doc_hash: `content_hash` of the document.
+        prompt_hash: `content_hash` of the prompt as sent to the model.
+        metric: acc, acc_norm, exact_match, pass@1, nll, ….
+        value: the outcome; for nll the summed negative log-likelihood in nats.
+        weight: 1.0; for nll the number of scored tokens.
+        state: one of `STATES`.
+        detail: JSON text for people: choice log-likelihoods, generated text, finish reason.
+    """
+
+    suite: str
+    task: str
+    filter: str
+    item: str
+    doc_hash: int
+    prompt_hash: int
+    metric: str
+    value: float
+    weight: float = 1.0
+    state: str = "ok"
+    detail: str = "{}"
+
+    def __post_init__(self) -> None:
+        if self.state not in STATES:
+            raise UsageError(f"unknown item state {self.state!r}", where=self.where, expected=", ".join(STATES))
+        if not (math.isfinite(self.value) and math.isfinite(self.weight) and self.weight > 0):
+            raise UsageError(
+                f"value {self.value} with weight {self.weight}", where=self.where, expected="finite, weight above 0"
+            )
+        for name in ("doc_hash", "prompt_hash"):
+            if not 0 <= getattr(self, name) < 2**64:
+                raise UsageError(f"{name} {getattr(self, name)}", where=self.where, expected="a 64-bit hash")
+        for name in ("suite", "task", "filter", "item", "metric"):
+            if not getattr(self, name):
+                raise UsageError(f"empty {name}", where=self.where, expected='a name ("none" for no filter)')
+        try:
+            json.loads(self.detail)
+        except ValueError as error:
+            raise UsageError("detail is not JSON", where=self.where, fix=str(error)) from error
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What a row is unique and sorted by."""
+        return (self.suite, self.task, self.filter, self.item, self.metric)
+
+    @property
+    def where(self) -> str:
+        """The row, for an error line."""
+        return f"item {'/'.join(self.key)}"
+
+
+@dataclass(frozen=True, eq=False)
+class ItemTable:
+    """All items of one run as columns of length N, sorted by (suite, task, filter, item, metric)."""
+
+    suite: Text
+    task: Text
+    filter: Text
+    item: Text
+    doc_hash: Hashes
+    prompt_hash: Hashes
+    metric: Text
+    value: Floats
+    weight: Floats
+    state: Text
+    detail: NDArray[np.object_]
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    def rows(self, suite: str, task: str, filter_name: str, metric: str) -> ItemTable:
+        """The items of one cell, in the table's order."""
+        chosen = (
+            (self.suite == suite) & (self.task == task) & (self.filter == filter_name) & (self.metric == metric)
+        ).nonzero()[0]
+        return ItemTable(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def cells(self) -> list[tuple[str, str, str, str]]:
+        """Every (suite, task, filter, metric) present, sorted."""
+        columns = (self.suite, self.task, self.filter, self.metric)
+        return sorted(set(zip(*(column.tolist() for column in columns), strict=True)))
+
+    def items(self) -> Iterator[Item]:
+        """The rows back as `Item`s."""
+        columns = (getattr(self, field.name).tolist() for field in fields(self))
+        return (Item(*row) for row in zip(*columns, strict=True))
+
+
+def items_to_table(items: Iterable[Item]) -> ItemTable:
+    """Sort items into columns; two rows with one key are a `UsageError`."""
+    ordered = sorted(items, key=lambda item: item.key)
+    for one, other in itertools.pairwise(ordered):
+        if one.key == other.key:
+            raise UsageError("two outcomes for one item", where=one.where, expected="one row per item and metric")
+    dtypes: dict[str, Any] = {"doc_hash": np.uint64, "prompt_hash": np.uint64, "value": float, "weight": float}
+    dtypes["detail"] = object
+    columns: dict[str, Any] = {
+        field.name: np.array([getattr(item, field.name) for item in ordered], dtype=dtypes.get(field.name, np.str_))
+        for field in fields(Item)
+    }
+    return ItemTable(**columns)
+
+
+def write_items(path: Path, items: Iterable[Item] | ItemTable) -> None:
+    """Write items as parquet; the same items in any order give the same bytes (for one pyarrow version)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = items if isinstance(items, ItemTable) else items_to_table(items)
+    types = {"doc_hash": pa.uint64(), "prompt_hash": pa.uint64(), "value": pa.float64(), "weight": pa.float64()}
+    schema = pa.schema([pa.field(f.name, types.get(f.name, pa.string()), nullable=False) for f in fields(Item)])
+    columns = [pa.array(getattr(table, f.name).tolist(), schema.field(f.name).type) for f in fields(Item)]
+    pq.write_table(
+        pa.table(columns, schema=schema), path, compression="zstd", store_schema=False, data_page_version="1.0"
+    )
+
+
+def read_items(path: Path) -> ItemTable:
+    """Read `write_items`' file; a damaged or foreign file is a `PrerequisiteError` naming it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = [field.name for field in fields(Item)]
+    try:
+        table = pq.read_table(path, use_threads=False)
+        if table.column_names != names:
+            raise PrerequisiteError("not an items file", where=str(path), expected=f"columns {', '.join(names)}")
+        columns = [table.column(name).to_pylist() for name in names]
+        return items_to_table(Item(*row) for row in zip(*columns, strict=True))
+    except (OSError, pa.ArrowException, TypeError) as error:
+        raise PrerequisiteError("cannot read the items", where=str(path), fix=f"run it again ({error})") from error
+
+
+def run_id(identity: Mapping[str, Any]) -> str:
+    """16 hex digits of everything that can change a run's numbers."""
+    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
+
+
+def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without its volatile fields: equal for any two executions of one identity."""
+    return {key: value for key, value in record.items() if key != "volatile"}
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(condition: bool, what: str, where: str, expected: str) -> None:
+    if not condition:
+        raise UsageError(what, where=where, expected=expected)
+
+
+def _require_keys(part: Mapping[str, Any], keys: Iterable[str], name: str, where: str) -> None:
+    missing = [key for key in keys if key not in part]
+    _require(not missing, f"{name} lacks {', '.join(missing)}", where, "the fields of schema 1")
+
+
+def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
+    """Raise a one-line `UsageError` unless `record` has the fields, types and internal agreement of schema 1."""
+    _require(isinstance(record, Mapping), "not a record", where, "a JSON object")
+    schema = record.get("schema")
+    _require(schema == SCHEMA, f"schema {schema!r}", where, f"schema {SCHEMA}; a newer prunebench may read it")
+    _require_keys(record, _TOP, "record", where)
+    for key, kinds in _TOP.items():
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        _require(isinstance(record[key], kinds), f"{key} is {type(record[key]).__name__}", where, names)
+    unknown = sorted(set(record) - set(_TOP))
+    _require(not unknown, f"unknown field {', '.join(unknown)}", where, "the fields of schema 1")
+    _require(record["status"] in {"complete", "partial"}, f"status {record['status']!r}", where, "complete or partial")
+    identity, arm = record["identity"], record["arm"]
+    _require_keys(identity, _IDENTITY, "identity", where)
+    _require_keys(arm, _ARM, "arm", where)
+    try:
+        wanted = run_id(identity)
+        canonical_json(record).encode()
+    except (TypeError, ValueError) as error:
+        raise UsageError("the record is not plain JSON", where=where, fix=str(error)) from error
+    _require(record["run_id"] == wanted, f"run_id {record['run_id']!r} is not its identity's", where, wanted)
+    partial = identity["limit"] is not None
+    agrees = partial == (record["status"] == "partial")
+    _require(agrees, f"status {record['status']} with limit {identity['limit']}", where, "partial if there is a limit")
+    _validate_metrics(record, where)
+    for entry in record["integrity"]:
+        fine = isinstance(entry, dict) and {"check", "status", "detail"} <= set(entry)
+        fine = fine and entry["status"] in _CHECK_STATUS
+        _require(fine, f"integrity entry {entry!r}", where, f"check, detail and status {' | '.join(_CHECK_STATUS)}")
+    _validate_storage(record["storage"], where)
+
+
+def _validate_metrics(record: Mapping[str, Any], where: str) -> None:
+    metrics, headline = record["metrics"], record["headline"]
+    for name, metric in metrics.items():
+        fine = isinstance(metric, dict) and set(metric) == {"value", "low", "high", "n"}
+        fine = fine and all(map(_number, metric.values())) and metric["low"] <= metric["high"] and metric["n"] >= 1
+        _require(fine, f"metric {name} is {metric!r}", where, "finite value, low ≤ high, n ≥ 1")
+    for suite, cells in headline.items():
+        _require(suite in metrics, f"no metric for suite {suite}", where, "one per suite of the headline")
+        fine = isinstance(cells, list) and bool(cells) and all(isinstance(c, list) and len(c) == 3 for c in cells)
+        _require(fine, f"headline of {suite} is {cells!r}", where, "a list of [task, filter, metric]")
+
+
+def _validate_storage(storage: Mapping[str, Any], where: str) -> None:
+    _require_keys(storage, ("total", "parts"), "storage", where)
+    parts = storage["parts"]
+    fine = isinstance(parts, dict) and set(parts) <= set(PARTS)
+    fine = fine and all(isinstance(size, int) and size >= 0 for size in parts.values())
+    _require(fine, f"storage parts {parts!r}", where, f"bytes by {', '.join(PARTS)}")
+    total = sum(parts.values())
+    _require(storage["total"] == total, f"storage total {storage['total']}", where, f"the sum of its parts {total}")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run as read: its record, its items, and where they were."""
+
+    record: dict[str, Any]
+    items: ItemTable
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """How messages call the run: its folder and its id."""
+        return f"{self.path.name} ({self.record['run_id']})"
+
+
+@dataclass(frozen=True, order=True)
+class LeftOut:
+    """A folder that was not used, and why, in one line without paths of this machine."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class RunListing:
+    """What `runs_under` found: whole runs and half-written ones, each sorted by path."""
+
+    runs: tuple[Path, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """The validated record of a folder; a half-written folder is a `PrerequisiteError`."""
+    again = "run it again; the folder will be replaced"
+    missing = [name for name in (RECORD_FILE, ITEMS_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise PrerequisiteError(f"half-written run folder: no {' and no '.join(missing)}", where=str(folder), fix=again)
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PrerequisiteError(
+            f"half-written run folder: {RECORD_FILE} is damaged", where=str(folder), fix=f"{again} ({error})"
+        ) from error
+    try:
+        validate(record, where=RECORD_FILE)
+    except UsageError as error:
+        raise PrerequisiteError(f"half-written run folder: {error}", where=str(folder), fix=again) from error
+    return dict(record)
+
+
+def read_run(folder: Path) -> Run:
+    """Read and validate one run folder.
+
+    Raises:
+        UsageError: if there is no such folder.
+        PrerequisiteError: if the folder is half-written or damaged.
+    """
+    if not folder.is_dir():
+        raise UsageError("no such run folder", where=str(folder), expected=f"a folder with {RECORD_FILE}")
+    record = _read_record(folder)
+    return Run(record, read_items(folder / ITEMS_FILE), folder)
+
+
+def is_complete(folder: Path, run_id: str) -> bool:
+    """Whether a whole run of this identity stands here, so that it need not be run again.
+
+    True also for a finished run with a limit: the limit is part of the identity.
+    """
+    try:
+        run = read_run(folder)
+    except PruneBenchError:
+        return False
+    return bool(run.record["run_id"] == run_id)
+
+
+def runs_under(folder: Path) -> RunListing:
+    """Find the run folders at or below `folder`. Hidden folders (unfinished writes) are not looked into.
+
+    A folder is half-written if it holds a part of a run, or holds nothing to descend into and no run.
+    """
+    runs: list[Path] = []
+    left_out: list[LeftOut] = []
+    if not folder.is_dir():
+        raise UsageError("no such folder", where=str(folder), expected="a folder of run folders")
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        below = [path for path in here.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        has_part = (here / RECORD_FILE).exists() or (here / ITEMS_FILE).exists()
+        if not has_part and (below or here == folder):
+            waiting += below
+            continue
+        try:
+            _read_record(here)
+            runs.append(here)
+        except PrerequisiteError as error:
+            left_out.append(LeftOut(here, error.what))
+    return RunListing(tuple(sorted(runs)), tuple(sorted(left_out)))
+
+
+def write_run(
+    folder: Path, record: Mapping[str, Any], items: Iterable[Item] | ItemTable, *, replace: bool = False
+) -> None:
+    """Write one run folder, all or nothing: a kill at any moment leaves no run, the old run, or the whole new one.
+
+    Args:
+        folder: where the run goes; a half-written run there is replaced.
+        record: the content of record.json; validated first.
+        items: all outcomes, in any order.
+        replace: allow a whole run of another identity to be replaced.
+
+    Raises:
+        UsageError: for an invalid record or item, an occupied or an unwritable folder.
+    """
+    validate(record)
+    table = items if isinstance(items, ItemTable) else items_to_table(items)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(folder)
+        _check_replaceable(folder, str(record["run_id"]), replace=replace)
+        temporary.mkdir()
+        write_items(temporary / ITEMS_FILE, table)
+        text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        (temporary / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        for path in (temporary / ITEMS_FILE, temporary / RECORD_FILE, temporary):
+            _sync(path)
+        _put_in_place(temporary, folder)
+        _sync(folder.parent)
+    except OSError as error:
+        raise UsageError(
+            "cannot write the run", where=str(folder), expected="a writable folder", fix=str(error)
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path, new_id: str, *, replace: bool) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError("the run folder is a file", where=str(folder), fix="choose another folder")
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in {RECORD_FILE, ITEMS_FILE})
+    if foreign:
+        raise UsageError(f"the run folder holds other things ({foreign[0]})", where=str(folder), fix="choose another")
+    try:
+        old = str(_read_record(folder)["run_id"])
+    except PrerequisiteError:
+        return
+    if old != new_id and not replace:
+        raise UsageError(
+            f"the folder holds another run ({old})", where=str(folder), expected=new_id, fix="choose another folder"
+        )
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Move a finished folder to its name; an old one there ends up under the temporary name."""
+    if not folder.exists():
+        temporary.rename(folder)
+    elif not _exchange(temporary, folder):
+        # Without an atomic exchange there is a moment with no folder; `_clear_leftovers` then brings the old one back.
+        old = temporary.with_suffix(".old")
+        folder.rename(old)
+        temporary.rename(folder)
+        shutil.rmtree(old)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Swap two folders in one step; False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+    return rename is not None and rename(here, os.fsencode(left), here, os.fsencode(right), exchange) == 0
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what killed writers left beside `folder`; bring back an old run that lost its place."""
+    leftover = re.compile(rf"\.{re.escape(folder.name)}\.(\d+)\.(?:tmp|old)")
+    for path in sorted(folder.parent.iterdir()):
+        match = leftover.fullmatch(path.name)
+        if match is None or _alive(int(match[1])):
+            continue
+        if path.suffix == ".old" and not folder.exists():
+            path.rename(folder)
+        else:
+            shutil.rmtree(path)
+
+
+def _alive(process: int) -> bool:
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
