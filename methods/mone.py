@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from prunebench import (
@@ -26,8 +27,8 @@ from prunebench import (
 class Mone(Method):
     """Fusion score: (mean gate over ALL tokens) · ‖population standard deviation of f‖₂; keep high, per layer.
 
-    The frequency term averages over all tokens, zero where the expert was not routed, as MoNE's code does and unlike its
-    printed formula (2610.41366 §3, G.2); the deviation is the exact population one per channel, not the released
+    The frequency term averages over all tokens, zero where the expert was not routed, as MoNE's code does and unlike
+    its printed formula (2610.41366 §3, G.2); the deviation is the exact population one per channel, not the released
     code's running estimate, which skips each expert's first batch. A never-routed expert scores 0.
     Each pruned expert becomes its mean output over the tokens routed to it; slots and gates are kept.
 
@@ -44,9 +45,10 @@ class Mone(Method):
         return (OutputMoments(),)
 
     def select(self, layers: Sequence[LayerView], budget: Budget, *, rng: np.random.Generator) -> Mask:
-        def score(layer: LayerView) -> np.ndarray:
+        def score(layer: LayerView) -> npt.ArrayLike:
             fluctuation_E = np.sqrt(layer.stats["output_moments"].variance_ED.sum(axis=1))
-            return layer.stats["gate_sum"] / layer.tokens * fluctuation_E
+            scores: npt.NDArray[np.float64] = layer.stats["gate_sum"] / layer.tokens * fluctuation_E
+            return scores
 
         return prune_lowest(layers, budget, score, name=self.name)
 

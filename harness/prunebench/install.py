@@ -1,7 +1,7 @@
 """Installing a plan: reversibly, by hooks on the dense model, or for good, as a physically smaller one.
 
-One dense load serves every arm of a grid: `installed` is a context manager and leaves the model as it was. `remove_experts`
-is for checkpoints and proofs: it slices the pruned experts out of the model that it is given.
+One dense load serves every arm of a grid: `installed` is a context manager and leaves the model as it was.
+`remove_experts` is for checkpoints and proofs: it slices the pruned experts out of the model that it is given.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _slice_first_axis(module: nn.Module, count: int, kept: tuple[int, ...]) -> N
         if buffer.shape[:1] == (count,):
             setattr(module, name, buffer[index.to(buffer.device)].clone())
     if hasattr(module, "num_experts"):
-        module.num_experts = len(kept)
+        setattr(module, "num_experts", len(kept))  # noqa: B010  the type of a module's attribute is Tensor | Module
 
 
 def shrink(layer: MoELayer, program: LayerProgram) -> LayerProgram | None:
@@ -73,8 +73,9 @@ def remove_experts(moe: MoEModel, plan: Plan) -> Mapping[int, LayerProgram]:
     """Slice the pruned experts out of the whole model, in place and for good.
 
     Returns:
-        Programs that the smaller model still needs, to be run under `Instrument`. If there are none, the model is a plain one: open it
-        again with `open_model`, or save it (transformers can reload it only if every layer kept the same number).
+        Programs that the smaller model still needs, to be run under `Instrument`. If there are none, the model is a
+        plain one: open it again with `open_model`, or save it (transformers can reload it only if every layer kept the
+        same number).
     """
     plan.mask.check_fits(moe.shapes)
     left: dict[int, LayerProgram] = {}
@@ -84,8 +85,6 @@ def remove_experts(moe: MoEModel, plan: Plan) -> Mapping[int, LayerProgram]:
             left[index] = rest
     kept = {layer.experts - len(layer.pruned) for layer in plan.mask.layers}
     if not left and len(kept) == 1:
-        for name in ("num_experts", "n_routed_experts", "num_local_experts"):
-            if hasattr(moe.model.config, name):
-                setattr(moe.model.config, name, kept.pop() if len(kept) == 1 else getattr(moe.model.config, name))
-                break
+        options = ("num_experts", "n_routed_experts", "num_local_experts")
+        setattr(moe.model.config, next(name for name in options if hasattr(moe.model.config, name)), kept.pop())
     return left

@@ -1,9 +1,9 @@
 """Proof that a pruned model is what it claims to be. A failing check stops the run and says where.
 
-Each check returns a `Check`, which goes into the record; those that need no evaluation run before it, so that nothing is
-spent on a broken arm. Numbers follow DESIGN: (1) an empty mask changes no bit; (2) no token reaches a pruned expert;
-(3) k slots per token; (4) keep and renorm pick the same experts and differ by one scalar per token; (5) every slot has an
-answer; (6) masked = physically removed; (7) stored values are what was declared. The eighth, repeated items, is `run`'s.
+Each check returns a `Check`, which goes into the record; those that need no evaluation run before it, so that nothing
+is spent on a broken arm. They are: (1) an empty mask changes no bit; (2) no token reaches a pruned expert; (3) k slots
+per token; (4) keep and renorm pick the same experts and differ by one scalar per token; (5) every slot has an answer;
+(6) masked = physically removed; (7) stored values are what was declared. The eighth, repeated items, is `run`'s.
 """
 
 from __future__ import annotations
@@ -69,21 +69,15 @@ def _verdict(name: str, faults: Sequence[str], fine: str) -> Check:
     return Check(name, "fail", faults[0]) if faults else Check(name, "pass", fine)
 
 
-def _device(moe: MoEModel) -> torch.device:
-    weight = moe.model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight.device
-
-
 def _logits(moe: MoEModel, ids_BL: Tensor) -> Tensor:
-    logits = moe.model(input_ids=ids_BL.to(_device(moe)), use_cache=False).logits
+    logits = moe.model(input_ids=ids_BL.to(moe.input_device), use_cache=False).logits
     assert isinstance(logits, Tensor)
     return logits
 
 
 @torch.inference_mode()
 def check_empty_mask(moe: MoEModel, ids_BL: Tensor) -> Check:
-    """1. With an empty mask and the rewriting forced on, logits equal the untouched model's bit for bit, at every scale."""
+    """1. An empty mask with the rewriting forced on: logits equal the untouched model's bit for bit, at every scale."""
     plain = _logits(moe, ids_BL)
     faults = []
     for scale in SCALES:
@@ -179,7 +173,7 @@ def check_one_ratio(
 def check_removed_equals_masked(
     moe: MoEModel, programs: Mapping[int, LayerProgram], inputs: Mapping[int, tuple[Any, ...]]
 ) -> Check:
-    """6. Per layer, the block with the pruned experts sliced out computes what the masked block computes, in float32."""
+    """6. Per layer, the block with the pruned experts sliced out computes what the masked one does, in float32."""
     faults, worst = [], 0.0
     for layer in moe.layers:
         program = programs.get(layer.index)
@@ -240,7 +234,7 @@ def check_before_evaluation(moe: MoEModel, plan: Plan, ids_BL: Tensor) -> list[C
 
 
 def check_counters(plan: Plan, counters: Mapping[int, Mapping[str, float]]) -> list[Check]:
-    """2 and 3, from counters over a whole evaluation: zero tokens to pruned experts, every asked fill answered, k slots."""
+    """2 and 3, from counters over an evaluation: zero tokens to pruned experts, every asked fill answered, k slots."""
     reached, unanswered, short = [], [], []
     for index, counted in counters.items():
         if counted["reached_pruned"]:

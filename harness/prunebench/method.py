@@ -83,7 +83,7 @@ class LayerView:
         return self._layer.width
 
     @property
-    def router_rows_ED(self) -> Tensor:  # noqa: N802  shape suffix
+    def router_rows_ED(self) -> Tensor:
         """A copy of the router's weight."""
         return self._layer.router_rows_ED.clone()
 
@@ -91,7 +91,7 @@ class LayerView:
         """A copy of one expert's weights, by parameter name."""
         return {name: weight.clone() for name, weight in self._layer.weights(expert).items()}
 
-    def expert(self, expert: int, x_SD: Tensor) -> Tensor:  # noqa: N803  shape suffix
+    def expert(self, expert: int, x_SD: Tensor) -> Tensor:
         """f_e(x) of one expert on given rows ([S, D])."""
         ids_S = x_SD.new_full((x_SD.shape[0],), expert).long()
         return self._layer.run_experts(x_SD, ids_S).detach()
@@ -106,7 +106,7 @@ class Replacements:
 
 @dataclass(frozen=True)
 class Routing:
-    """The gate scale of survivors when a slot was refilled: `trained`, `other`, `keep`, `renorm`, `interp:α`, `ref:k2`."""
+    """Gate scale of survivors where slots were refilled: trained, other, keep, renorm, interp:α or ref:k2."""
 
     scale: str = "trained"
 
@@ -167,8 +167,10 @@ class Method(ABC):
 def prune_lowest(
     layers: Sequence[LayerView], budget: Budget, score: Callable[[LayerView], npt.ArrayLike], *, name: str = "score"
 ) -> Mask:
-    """Prune the lowest-scoring experts of each layer: floor(ratio·E) of them, within each router group where there are
-    groups, never a protected one. Of equal scores the lowest id is kept.
+    """Prune the lowest-scoring experts of each layer.
+
+    floor(ratio·E) of them go, evenly over router groups where there are groups, never a protected one. Of equal scores
+    the lowest id is kept.
 
     Args:
         layers: the layers.

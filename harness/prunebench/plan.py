@@ -191,7 +191,7 @@ def make_plan(
         scale: overrides the operator's scale.
 
     Raises:
-        UsageError: a scale on an operator that keeps its slots, a fill for a surviving expert, a mask for another model.
+        UsageError: a scale on an operator that keeps its slots, a fill for a survivor, a mask for another model.
     """
     mask.check_fits(moe.shapes)
     declared = tuple(statistic.name for statistic in operator.replace_needs())

@@ -50,7 +50,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, str]]] = {
     ),
     "qwen3_moe": (
         "qwen3_moe",
-        {"intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True, "num_hidden_layers": 2},
+        {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 2,
+        },
         ("num_experts", "num_experts_per_tok"),
     ),
     "granitemoe": (
@@ -65,7 +71,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, str]]] = {
     ),
     "deepseek_v2.groups": (
         "deepseek_v2",
-        {**_LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "n_group": 4, "topk_group": 2},
+        {
+            **_LATENT,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 16.0,
+            "n_group": 4,
+            "topk_group": 2,
+        },
         ("n_routed_experts", "num_experts_per_tok"),
     ),
     "deepseek_v3": (
@@ -90,7 +102,7 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     experts_implementation: str = "eager",
     **options: Any,
-) -> nn.Module:
+) -> Any:
     """A random model of a family, in eval mode, without gradients.
 
     Args:
@@ -110,7 +122,7 @@ def random_model(
     values = {**_BASE, **own, experts_option: experts, top_k_option: top_k, **options}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).eval()
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).eval()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if name.endswith("e_score_correction_bias"):

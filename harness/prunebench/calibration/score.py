@@ -1,7 +1,7 @@
 """The score pass: one plain forward over the calibration blocks, every statistic of every expert at once.
 
-The outputs are those that the model computes anyway, and the observed forward equals the plain one bit for bit. A pass is
-cached by content (weights, tokens, statistics, dtype, implementation) and then serves every criterion and arm.
+The outputs are those that the model computes anyway, and the observed forward equals the plain one bit for bit. A pass
+is cached by content (weights, tokens, statistics, dtype, implementation) and then serves every criterion and arm.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class ScoreResult:
                 for name in file.keys():  # noqa: SIM118  not a dict
                     index, statistic, part = name.split("/")
                     if statistic in fresh:
-                        target = layers.setdefault(int(index), {}).setdefault(statistic, copy.deepcopy(fresh[statistic]))
+                        target = layers.setdefault(int(index), {}).setdefault(
+                            statistic, copy.deepcopy(fresh[statistic])
+                        )
                         target.state[part] = file.get_tensor(name)
         except (OSError, SafetensorError):
             return None
@@ -70,7 +72,7 @@ class ScoreResult:
 
 
 def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
-    """The asked statistics and every built-in one: a pass costs the same with all of them, and then serves all methods."""
+    """The asked statistics and every built-in one: a pass costs much the same, and then serves all methods."""
     named: dict[str, Statistic] = {kind.name: kind() for kind in BUILT_IN}
     named.update({statistic.name: statistic for statistic in statistics})
     return tuple(named.values())
@@ -108,12 +110,11 @@ def score_pass(
         for statistic in layers[layer.index].values():
             statistic.update(batch)
 
-    device = moe.model.get_input_embeddings().weight.device
     rows = max(1, batch_tokens // tokens.ids_BL.shape[1])
     done = 0
     with torch.inference_mode(), Instrument(moe, observer=observe):
         for ids_BL in tokens.ids_BL.split(rows):
-            moe.model(input_ids=ids_BL.to(device), use_cache=False, logits_to_keep=1)
+            moe.model(input_ids=ids_BL.to(moe.input_device), use_cache=False, logits_to_keep=1)
             done += ids_BL.shape[0]
             if progress is not None:
                 progress(done, tokens.ids_BL.shape[0])

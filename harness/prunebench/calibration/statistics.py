@@ -1,8 +1,8 @@
 """Streaming statistics of experts: small classes `{update, merge, value}`, accumulated in float64.
 
-Each is defined over routed rows (t, e), e ∈ top-k(t), padding excluded; g is the gate AS APPLIED (renormalised and scaled
-if the router does so), f_e(x_t) the un-weighted expert output. An expert that was never routed to has count 0 and the
-value 0 in every statistic (ours: papers are silent), never NaN.
+Each is defined over routed rows (t, e), e ∈ top-k(t), padding excluded; g is the gate AS APPLIED (renormalised and
+scaled if the router does so), f_e(x_t) the un-weighted expert output. An expert that was never routed to has count 0
+and the value 0 in every statistic (ours: papers are silent), never NaN.
 
 T tokens, E experts, D width, S rows.
 """

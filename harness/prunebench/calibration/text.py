@@ -1,8 +1,9 @@
 """Which text a method is calibrated on: a named stream, cut into equal blocks, sliced into disjoint draws.
 
-A spec is `world:DOMAIN` (the tiny world's shipped streams), `file:PATH` (one document per line of JSON with a "text" field, or a
-plain text file as one document) or `hub:ID@REVISION:FIELD`. Documents are tokenised one by one and joined by the
-tokenizer's end-of-text token, one before each document; draw A is blocks [0, n), B [n, 2n), C [2n, 3n) (2610.41366 §3).
+A spec is `world:DOMAIN` (the tiny world's shipped streams), `file:PATH` (one document per line of JSON with a "text"
+field, or a plain text file as one document) or `hub:ID@REVISION:FIELD`. Documents are tokenised one by one and
+joined by the tokenizer's end-of-text token, one before each document; draw A is blocks [0, n), B [n, 2n), C [2n, 3n)
+(2610.41366 §3).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Per MoE layer there are three: a forward hook on the router (new slots and gates
 experts module. Where slots are answered by fills, or somebody watches, the pre-hook turns the call into "one expert per
 row, gate 1" without the pruned rows, and the post-hook answers the holes, weighs by the gates in the router's dtype and
 adds up in the module's own order. So execution knows no weight layout, and with an empty mask the logits are the
-untouched model's, bit for bit. Rows go to each expert in the order in which the native code sends them: a GEMM may round
-differently when its rows are permuted.
+untouched model's, bit for bit. Rows go to each expert in the order in which the native code sends them: a GEMM may
+round differently when its rows are permuted.
 
 T tokens, K slots per token, E experts, S rows (one per computed slot), D width.
 """
@@ -16,18 +16,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from prunebench.errors import IntegrityError
+from prunebench.errors import IntegrityError, UsageError
 from prunebench.moe.layer import MoELayer, MoEModel
-from prunebench.routing import RouterCall, Scale, reroute, scores_and_choice
-from prunebench.routing.gates import log_normaliser, log_scores
+from prunebench.routing import (
+    RouterCall,
+    Scale,
+    Selection,
+    gates_of,
+    log_normaliser,
+    scores_and_choice,
+    select_survivors,
+)
 
 __all__ = ["Instrument", "LayerCounters", "LayerProgram", "TokenBatch"]
+
+_ENDS: tuple[Literal["keep"], Literal["renorm"]] = ("keep", "renorm")
 
 Observer = Callable[[MoELayer, "TokenBatch"], None]
 
@@ -127,21 +136,22 @@ class TokenBatch:
         return self.x_TD.shape[0]
 
     @cached_property
-    def gates_S(self) -> Tensor:  # noqa: N802  shape suffix
+    def gates_S(self) -> Tensor:
         """Gate of each row."""
         return self.gates_TK[self.token_S, self.slot_S]
 
     @cached_property
-    def output_norms_S(self) -> Tensor:  # noqa: N802  shape suffix
+    def output_norms_S(self) -> Tensor:
         """‖f_e(x)‖₂ of each row, accumulated in float64."""
         if self.outputs_SD.device.type == "cpu":
             # Norms of cache-sized pieces: one pass over memory, no float64 copy of the whole batch.
             pieces = [piece.double().square_().sum(-1) for piece in self.outputs_SD.split(512)]
             return torch.cat(pieces).sqrt_() if pieces else self.outputs_SD.new_zeros(0, dtype=torch.float64)
-        return torch.linalg.vector_norm(self.outputs_SD, dim=-1, dtype=torch.float64)
+        norms_S: Tensor = torch.linalg.vector_norm(self.outputs_SD, dim=-1, dtype=torch.float64)
+        return norms_S
 
     @cached_property
-    def outputs_TKD(self) -> Tensor:  # noqa: N802  shape suffix
+    def outputs_TKD(self) -> Tensor:
         """Un-weighted outputs by token and slot; a copy, so prefer the rows."""
         outputs = self.outputs_SD.new_zeros(*self.index_TK.shape, self.outputs_SD.shape[-1])
         outputs[self.token_S, self.slot_S] = self.outputs_SD
@@ -163,13 +173,13 @@ class _Call:
     """What the hooks of one layer hand to each other during one forward."""
 
     router: RouterCall
-    x_TD: Tensor | None = None
-    index_TK: Tensor | None = None
-    gates_TK: Tensor | None = None
-    token_S: Tensor | None = None
-    slot_S: Tensor | None = None
-    expert_S: Tensor | None = None
-    own_S: Tensor | None = None
+    x_TD: Tensor = field(init=False)
+    index_TK: Tensor = field(init=False)
+    gates_TK: Tensor = field(init=False)
+    token_S: Tensor = field(init=False)
+    slot_S: Tensor = field(init=False)
+    expert_S: Tensor = field(init=False)
+    own_S: Tensor = field(init=False)
 
 
 class Instrument:
@@ -199,51 +209,69 @@ class Instrument:
         self.counters: dict[int, LayerCounters] = {}
         self.blocks_seen = 0
         self._handles: list[RemovableHandle] = []
-        self._calls: dict[int, _Call] = {}
-        self._fired: set[int] = set()
+        self.calls: dict[int, _Call] = {}
+        self.fired: set[int] = set()
         self._watched: tuple[MoELayer, ...] = ()
         self._valid_BL: Tensor | None = None
         self._lengths: tuple[int, int] = (0, 0)
 
-    def __enter__(self) -> Instrument:
+    def __enter__(self) -> Self:
         everything = self.force or self.observer is not None
         self._watched = tuple(
             layer for layer in self.moe.layers if everything or self.programs.get(layer.index, LayerProgram(())).pruned
         )
-        for layer in self._watched:
-            program = self.programs.get(layer.index, LayerProgram(()))
-            runner = _LayerHooks(self, layer, program)
-            self.counters[layer.index] = runner.counters
-            self._handles += [
-                layer.router.register_forward_hook(runner.after_router),
-                layer.experts.register_forward_pre_hook(runner.before_experts),
-                layer.experts.register_forward_hook(runner.after_experts),
-            ]
-        self._handles.append(self.moe.model.register_forward_pre_hook(self._before_model, with_kwargs=True))
-        self._handles.append(self.moe.model.register_forward_hook(self._after_model))
+        try:
+            for layer in self._watched:
+                self._attach(layer)
+            self._handles.append(self.moe.model.register_forward_pre_hook(self._before_model, with_kwargs=True))
+            self._handles.append(self.moe.model.register_forward_hook(self._after_model))
+        except BaseException:
+            self._detach()
+            raise
         return self
+
+    def _attach(self, layer: MoELayer) -> None:
+        for hook in layer.experts._forward_hooks.values():
+            other = getattr(hook, "__self__", None)
+            if isinstance(other, _LayerHooks) and other.by_row:
+                raise UsageError(
+                    "the layer's slots are already answered or watched by another Instrument",
+                    where=layer.name,
+                    expected="one Instrument that does both",
+                    fix="give the observer to `installed(moe, plan, observer=…)`",
+                )
+        runner = _LayerHooks(self, layer, self.programs.get(layer.index, LayerProgram(())))
+        self.counters[layer.index] = runner.counters
+        self._handles += [
+            layer.router.register_forward_hook(runner.after_router),
+            layer.experts.register_forward_pre_hook(runner.before_experts),
+            layer.experts.register_forward_hook(runner.after_experts),
+        ]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._calls.clear()
+        self.calls.clear()
 
     def _before_model(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None:
-            ids = kwargs["inputs_embeds"]
+        given = (kwargs.get("input_ids"), *args, kwargs.get("inputs_embeds"))
+        ids = next(value for value in given if isinstance(value, Tensor))
         self._lengths = (int(ids.shape[0]), int(ids.shape[1]))
-        mask = kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         # With a cache the mask also covers past tokens: the last columns are this call's.
-        flat = isinstance(mask, Tensor) and mask.dim() == 2
-        self._valid_BL = mask[:, -self._lengths[1] :].bool() if flat else None
-        self._fired.clear()
+        self._valid_BL = None
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            self._valid_BL = mask[:, -self._lengths[1] :].bool()
+        self.fired.clear()
 
     def _after_model(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        silent = [layer.name for layer in self._watched if layer.index not in self._fired]
+        silent = [layer.name for layer in self._watched if layer.index not in self.fired]
         if silent:
             raise IntegrityError(
                 f"the hooks of {len(silent)} masked layers did not run",
@@ -253,11 +281,11 @@ class Instrument:
             )
         self.blocks_seen += self._lengths[0]
 
-    def valid_T(self, device: torch.device) -> Tensor | None:  # noqa: N802  shape suffix
+    def valid_T(self, device: torch.device) -> Tensor | None:
         """Which tokens of the current call are not padding; None if all are."""
         return None if self._valid_BL is None else self._valid_BL.reshape(-1).to(device)
 
-    def block_T(self, device: torch.device) -> Tensor:  # noqa: N802  shape suffix
+    def block_T(self, device: torch.device) -> Tensor:
         """Block number of each token of the current call."""
         rows, length = self._lengths
         return (torch.arange(rows, device=device) + self.blocks_seen).repeat_interleave(length)
@@ -289,37 +317,31 @@ class _LayerHooks:
     def after_router(self, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """Refill the slots of unroutable experts."""
         call = self.layer.call_of(output)
-        self.instrument._calls[self.layer.index] = _Call(call)
+        self.instrument.calls[self.layer.index] = _Call(call)
         if not self.reroutes:
             return None
-        index_TK, gates_TK = reroute(call, self.blocked_E, self.program.scale)
+        selection = select_survivors(call, self.blocked_E)
         if self.program.blocked:
-            self._count_displaced(call, index_TK)
-        return output[0], gates_TK, index_TK
+            self._count_displaced(selection)
+        return output[0], gates_of(selection, self.program.scale), selection.index_TK
 
-    def _count_displaced(self, call: RouterCall, index_TK: Tensor) -> None:
-        """How often a slot changed hands, and how far keep's gates are from the trained total (2610.41366 §5.3)."""
-        counters = self.counters
-        displaced_T = self.blocked_E[call.index_TK].any(-1)
+    def _count_displaced(self, selection: Selection) -> None:
+        """How often a slot changed hands, and how far apart the two scales are then (2610.41366 §5.3)."""
+        displaced_T = selection.hole_TK.any(-1)
         if (valid_T := self.instrument.valid_T(displaced_T.device)) is not None:
             displaced_T = displaced_T & valid_T
-        _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
-        log_p_TE = log_scores(call.convention, call.logits_TE)
-        other = [
-            log_normaliser(Scale(kind), call, log_p_TE, choice_TE, index_TK, self.blocked_E)[:, 0]
-            for kind in ("keep", "renorm")
-        ]
         # Gates are c·p/Z, so keep's total over renorm's is Z_renorm / Z_keep.
-        ratio_T = (other[1] - other[0]).exp()
-        counters.displaced += displaced_T.sum()
-        counters.ratio_sum += ratio_T[displaced_T].sum()
-        counters.ratio_above_one += (ratio_T[displaced_T] > 1).sum()
+        log_z_T = {kind: log_normaliser(selection, Scale(kind))[:, 0] for kind in _ENDS}
+        ratio_T = torch.where(displaced_T, (log_z_T["renorm"] - log_z_T["keep"]).exp(), 0.0)
+        self.counters.displaced += displaced_T.sum()
+        self.counters.ratio_sum += ratio_T.sum()
+        self.counters.ratio_above_one += (ratio_T > 1).sum()
 
     def before_experts(self, _experts: nn.Module, args: tuple[Any, ...]) -> Any:
         """Count the slots; where somebody answers or watches, ask for one expert per row without the filled ones."""
         x_TD, index_TK, gates_TK = args
         self._count_slots(index_TK)
-        call = self.instrument._calls[self.layer.index]
+        call = self.instrument.calls[self.layer.index]
         if not self.by_row:
             return None if self.position_E is None else (x_TD, self.position_E[index_TK], gates_TK)
         tokens, slots = index_TK.shape
@@ -343,12 +365,10 @@ class _LayerHooks:
 
     def after_experts(self, _experts: nn.Module, _args: Any, output: Tensor) -> Any:
         """Answer the holes, show the observer, weigh and add up."""
-        self.instrument._fired.add(self.layer.index)
-        call = self.instrument._calls.pop(self.layer.index)
+        self.instrument.fired.add(self.layer.index)
+        call = self.instrument.calls.pop(self.layer.index)
         if not self.by_row:
             return None
-        assert call.x_TD is not None and call.index_TK is not None and call.gates_TK is not None
-        assert call.token_S is not None and call.slot_S is not None and call.expert_S is not None
         outputs_SD = self._answer(call, output)
         counts_E = torch.bincount(call.expert_S, minlength=self.layer.expert_count)
         scores_TE, choice_TE = scores_and_choice(call.router.convention, call.router.logits_TE, call.router.bias_E)
@@ -373,8 +393,6 @@ class _LayerHooks:
         """Outputs of every row: the experts' own, and the fills' in the holes ([S, D])."""
         if not self.fills:
             return output
-        assert call.own_S is not None and call.expert_S is not None and call.token_S is not None
-        assert call.x_TD is not None
         outputs_SD = output.new_zeros(call.expert_S.shape[0], output.shape[-1])
         outputs_SD[call.own_S] = output[: call.own_S.shape[0]]
         counts = torch.bincount(call.expert_S, minlength=self.layer.expert_count).tolist()

@@ -54,9 +54,7 @@ class MoELayer:
     def shape(self) -> LayerShape:
         """What masks and budgets need to know."""
         groups = self.convention.groups
-        return LayerShape(
-            self.index, self.expert_count, self.top_k, *((groups.count, groups.kept) if groups else ())
-        )
+        return LayerShape(self.index, self.expert_count, self.top_k, *((groups.count, groups.kept) if groups else ()))
 
     @property
     def device(self) -> torch.device:
@@ -69,16 +67,18 @@ class MoELayer:
         return int(self.router_rows_ED.shape[1])
 
     @property
-    def router_rows_ED(self) -> Tensor:  # noqa: N802  shape suffix
+    def router_rows_ED(self) -> Tensor:
         """The router's weight, one row per expert."""
         weight = self.router.weight
         assert isinstance(weight, Tensor)
         return weight.detach()
 
     @property
-    def bias_E(self) -> Tensor | None:  # noqa: N802  shape suffix
+    def bias_E(self) -> Tensor | None:
         """The selection bias, or None."""
-        return getattr(self.router, self.row.bias) if self.row.bias else None
+        bias = getattr(self.router, self.row.bias) if self.row.bias else None
+        assert bias is None or isinstance(bias, Tensor)
+        return bias
 
     def call_of(self, output: tuple[Tensor, Tensor, Tensor]) -> RouterCall:
         """A router's output as a `RouterCall`."""
@@ -90,7 +90,8 @@ class MoELayer:
 
         Weight layout, biases, clamps and activations are the module's business.
         """
-        return self.experts.forward(x_SD, expert_S[:, None], x_SD.new_ones(x_SD.shape[0], 1))
+        output: Tensor = self.experts.forward(x_SD, expert_S[:, None], x_SD.new_ones(x_SD.shape[0], 1))
+        return output
 
     def weights(self, expert: int) -> dict[str, Tensor]:
         """The expert's own slice of every expert tensor, by parameter name; read-only views."""
@@ -109,9 +110,14 @@ class MoELayer:
 
 @dataclass(frozen=True)
 class MoEModel:
-    """A causal language model and its MoE layers, by increasing index."""
+    """A causal language model and its MoE layers, by increasing index.
 
-    model: nn.Module
+    Args:
+        model: a transformers `PreTrainedModel`, which is not typed here.
+        layers: the MoE layers.
+    """
+
+    model: Any
     layers: tuple[MoELayer, ...]
 
     @property
@@ -129,6 +135,12 @@ class MoEModel:
         """The dispatch in use: exactness claims hold for one of them at a time."""
         return str(getattr(self.model.config, "_experts_implementation", None) or "eager")
 
+    @property
+    def input_device(self) -> torch.device:
+        """Where token ids go."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
     def layer(self, index: int) -> MoELayer:
         """The MoE layer with this model index."""
         return next(layer for layer in self.layers if layer.index == index)
@@ -137,7 +149,9 @@ class MoEModel:
 def _blocks(model: nn.Module) -> Iterator[MoELayer]:
     for name, block in model.named_modules():
         experts = getattr(block, "experts", None)
-        router = next((r for r in (getattr(block, "router", None), getattr(block, "gate", None)) if _is_module(r)), None)
+        router = next(
+            (r for r in (getattr(block, "router", None), getattr(block, "gate", None)) if _is_module(r)), None
+        )
         if not isinstance(experts, nn.Module) or router is None:
             continue
         where = f"{name} ({type(block).__name__})"
@@ -198,7 +212,7 @@ def _router_calls(layers: tuple[MoELayer, ...]) -> Iterator[dict[int, tuple[Tens
             handle.remove()
 
 
-def _check_replay(layer: MoELayer, output: tuple[Tensor, Tensor, Tensor] | None) -> None:
+def _check_replay(layer: MoELayer, output: Any) -> None:
     """Refuse the layer unless the convention row reproduces this router call bit for bit."""
     router = type(layer.router).__name__
     if output is None:
@@ -227,7 +241,7 @@ def _check_replay(layer: MoELayer, output: tuple[Tensor, Tensor, Tensor] | None)
         )
 
 
-def open_model(model: nn.Module, *, probe_tokens: int = 256) -> MoEModel:
+def open_model(model: Any, *, probe_tokens: int = 256) -> MoEModel:
     """Find a model's MoE layers and prove their conventions on random token ids.
 
     Args:
@@ -241,9 +255,9 @@ def open_model(model: nn.Module, *, probe_tokens: int = 256) -> MoEModel:
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
     ids_BL = torch.randint(vocabulary, (4, probe_tokens // 4), generator=generator)
-    embedding = model.get_input_embeddings()
+    moe = MoEModel(model, layers)
     with torch.inference_mode(), _router_calls(layers) as seen:
-        model(input_ids=ids_BL.to(embedding.weight.device), use_cache=False)
+        model(input_ids=ids_BL.to(moe.input_device), use_cache=False)
         for layer in layers:
             _check_replay(layer, seen.get(layer.index))
-    return MoEModel(model, layers)
+    return moe

@@ -99,8 +99,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint folder and open it.
 
-    The dtype goes to `from_pretrained`, never to a later cast, which would round routers kept in float32. Remote code is
-    never run.
+    The dtype goes to `from_pretrained`, never to a later cast, which would round routers kept in float32. Remote code
+    is never run.
 
     Args:
         name: for tables and errors.
@@ -125,7 +125,7 @@ def load_model(
     if device_map is not None:
         options["device_map"] = device_map
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(
@@ -166,5 +166,5 @@ def check_device(device: str, dtype: str) -> None:
 
 
 def experts_implementation_for(device: str, device_map: str | None) -> str:
-    """`eager` on CPU, where it is the fastest and the readable reference; `grouped_mm`, transformers' own, elsewhere."""
+    """`eager` on CPU, where it is fastest and the readable reference; elsewhere `grouped_mm`, transformers' default."""
     return "eager" if device == "cpu" and device_map is None else "grouped_mm"

@@ -23,7 +23,7 @@ class Fill(nn.Module, ABC):
     """
 
     @abstractmethod
-    def forward(self, x_SD: Tensor) -> Tensor:  # noqa: N803  shape suffix
+    def forward(self, x_SD: Tensor) -> Tensor:
         """Answer the rows that were routed to the pruned expert."""
 
     @abstractmethod
@@ -44,13 +44,13 @@ class Constant(Fill):
         self.mean_D: Tensor
 
     @classmethod
-    def of(cls, mean_D: Tensor) -> Constant:  # noqa: N803  shape suffix
+    def of(cls, mean_D: Tensor) -> Constant:
         """A constant with this mean."""
         fill = cls(mean_D.shape[0])
         fill.mean_D.copy_(mean_D)
         return fill
 
-    def forward(self, x_SD: Tensor) -> Tensor:  # noqa: N803  shape suffix
+    def forward(self, x_SD: Tensor) -> Tensor:
         return self.mean_D.expand(x_SD.shape[0], -1)
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Zero(Fill):
         super().__init__()
         self.width = width
 
-    def forward(self, x_SD: Tensor) -> Tensor:  # noqa: N803  shape suffix
+    def forward(self, x_SD: Tensor) -> Tensor:
         return x_SD.new_zeros(x_SD.shape[0], self.width)
 
     def to_json(self) -> dict[str, Any]:

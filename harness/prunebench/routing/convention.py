@@ -47,8 +47,8 @@ class Convention:
     """What one router computes, with its numbers filled in.
 
     Args:
-        score: `softmax` over all logits, `sigmoid` of each, or `selected_softmax`: a softmax over the k selected logits,
-            which is a softmax over all, renormalised over the selected.
+        score: `softmax` over all logits, `sigmoid` of each, or `selected_softmax`: a softmax over the k selected
+            logits, which is a softmax over all, renormalised over the selected.
         renormalised: the selected gates are divided by their sum, as trained.
         factor: c, multiplied last.
         epsilon: added to the sum before dividing.
@@ -74,7 +74,7 @@ class Convention:
 
     def describe(self) -> str:
         """The convention in a few words, for tables."""
-        words = ["softmax" if self.score == "selected_softmax" else self.score]
+        words: list[str] = ["softmax" if self.score == "selected_softmax" else self.score]
         words.append("renorm" if self.renormalised else "no renorm")
         if self.biased:
             words.append("bias")

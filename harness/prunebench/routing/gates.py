@@ -12,9 +12,10 @@ interp:α     (1 - α)·Z_keep + α·Z_renorm        the same
 ref:k2       1 (as keep)                        Σ over the top-k2 of the choice among R
 ===========  =================================  ======================================
 
-`interp` is linear in Z (ours: the papers test the ends only); `ref:k2` is 2609.04575's reference set. Independent
-sigmoids without renormalisation have no simplex to renormalise over, so there renorm = keep. The epsilon that a router adds to its
-sum is added to every Z that replaces that sum. S and the order of its slots never depend on the scale.
+`interp` is linear in Z (ours: the papers test the ends only); `ref:k2` is 2609.04575's reference set, within the kept
+groups where the router has groups, so that ref:k is renorm. Independent
+sigmoids without renormalisation have no simplex to renormalise over, so there renorm = keep. The epsilon that a router
+adds to its sum is added to every Z that replaces that sum. S and the order of its slots never depend on the scale.
 
 T tokens, K slots per token, E experts.
 """
@@ -35,8 +36,9 @@ from prunebench.routing.convention import Convention, Groups
 __all__ = [
     "RouterCall",
     "Scale",
+    "Selection",
+    "gates_of",
     "log_normaliser",
-    "log_scores",
     "native_gates",
     "native_index",
     "reroute",
@@ -156,6 +158,13 @@ def native_gates(convention: Convention, logits_TE: Tensor, scores_TE: Tensor, i
     return gates_TK if convention.factor == 1.0 else gates_TK * convention.factor
 
 
+def _unavailable(call: RouterCall, choice_TE: Tensor, blocked_E: Tensor) -> Tensor:
+    """[T, E] bool: blocked experts, and those outside the groups that the unpruned router chose."""
+    if call.convention.groups is None:
+        return blocked_E.expand_as(choice_TE)
+    return blocked_E | ~_eligible(call.convention.groups, choice_TE)
+
+
 def _ranked(call: RouterCall, choice_TE: Tensor, unavailable_TE: Tensor) -> Tensor:
     """Ids by decreasing choice, the unavailable last ([T, E]).
 
@@ -167,100 +176,131 @@ def _ranked(call: RouterCall, choice_TE: Tensor, unavailable_TE: Tensor) -> Tens
     return order_TE.float().masked_fill(unavailable_TE, _NEVER).sort(dim=-1, descending=True, stable=True)[1]
 
 
-def select_survivors(call: RouterCall, choice_TE: Tensor, blocked_E: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Selection:
+    """The slots of one router call once some experts cannot be routed to; the same for every scale.
+
+    Args:
+        call: the unpruned router's call.
+        blocked_E: bool, True where the expert cannot be routed to.
+        unavailable_TE: bool, blocked or outside the token's groups.
+        index_TK: S, in slot order.
+        hole_TK: bool, slots that changed hands.
+        choice_TE: what the router ranks.
+        log_p_TE: log p of every expert in float64, exact where p itself underflows.
+    """
+
+    call: RouterCall
+    blocked_E: Tensor
+    unavailable_TE: Tensor
+    index_TK: Tensor
+    hole_TK: Tensor
+    choice_TE: Tensor
+    log_p_TE: Tensor
+
+
+def select_survivors(call: RouterCall, blocked_E: Tensor) -> Selection:
     """S: the top-k of the choice among the experts that are not blocked.
 
-    Routable members of D keep their slots; promoted experts fill the holes in slot order, best choice first, ties to the
-    lowest id. With groups, the groups are those that the unpruned router chose.
-
-    Every hole can be filled: `Mask.check_fits` has left enough routable experts in every layer and group.
-
-    Returns:
-        index_TK of S and hole_TK, True where a slot changed hands.
+    Routable members of D keep their slots; promoted experts fill the holes in slot order, best choice first, ties to
+    the lowest id. With groups, the groups are those that the unpruned router chose. Every hole can be filled:
+    `Mask.check_fits` has left enough routable experts in every layer and group.
     """
-    index_TK = call.index_TK
-    hole_TK = blocked_E[index_TK]
-    unavailable_TE = blocked_E.expand_as(choice_TE).scatter(1, index_TK, value=True)
-    if call.convention.groups is not None:
-        unavailable_TE = unavailable_TE | ~_eligible(call.convention.groups, choice_TE)
-    ranked_TE = _ranked(call, choice_TE, unavailable_TE)
+    _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
+    hole_TK = blocked_E[call.index_TK]
+    unavailable_TE = _unavailable(call, choice_TE, blocked_E)
+    ranked_TE = _ranked(call, choice_TE, unavailable_TE.scatter(1, call.index_TK, value=True))
     nth_hole_TK = (hole_TK.cumsum(-1) - 1).clamp_(min=0)
-    return torch.where(hole_TK, ranked_TE.gather(1, nth_hole_TK), index_TK), hole_TK
+    index_TK = torch.where(hole_TK, ranked_TE.gather(1, nth_hole_TK), call.index_TK)
+    log_p_TE = _log_scores(call.convention, call.logits_TE)
+    return Selection(call, blocked_E, unavailable_TE, index_TK, hole_TK, choice_TE, log_p_TE)
 
 
-def log_scores(convention: Convention, logits_TE: Tensor) -> Tensor:
-    """log p of every expert in float64 ([T, E]): exact where p itself underflows."""
+def _log_scores(convention: Convention, logits_TE: Tensor) -> Tensor:
     logits64_TE = logits_TE.double()
     if convention.score == "sigmoid":
         return torch.nn.functional.logsigmoid(logits64_TE)
     return torch.log_softmax(logits64_TE, dim=-1)
 
 
-def log_normaliser(
-    scale: Scale, call: RouterCall, log_p_TE: Tensor, choice_TE: Tensor, index_TK: Tensor, blocked_E: Tensor
-) -> Tensor:
-    """log Z of a resolved scale, per token, in float64 ([T, 1]); `index_TK` is S.
+def _log_sum(convention: Convention, log_p_TK: Tensor) -> Tensor:
+    """log of the sum that a renormalising router divides by, its epsilon included ([T, 1])."""
+    total_T1 = log_p_TK.logsumexp(-1, keepdim=True)
+    if not convention.epsilon:
+        return total_T1
+    return torch.logaddexp(total_T1, torch.full_like(total_T1, math.log(convention.epsilon)))
 
-    When nothing a token could choose is blocked, log Z of every scale but `ref` equals keep's bit for bit.
+
+def _log_z_keep(selection: Selection) -> Tensor:
+    convention, log_p_TE = selection.call.convention, selection.log_p_TE
+    if not convention.renormalised:
+        return torch.zeros_like(log_p_TE[:, :1])
+    return _log_sum(convention, log_p_TE.gather(1, selection.call.index_TK))
+
+
+def _log_z_renorm(selection: Selection) -> Tensor:
+    convention, log_p_TE = selection.call.convention, selection.log_p_TE
+    if convention.renormalised:
+        return _log_sum(convention, log_p_TE.gather(1, selection.index_TK))
+    if convention.score == "sigmoid":
+        return _log_z_keep(selection)
+    left_T1 = log_p_TE.masked_fill(selection.blocked_E, _NEVER).logsumexp(-1, keepdim=True)
+    return left_T1 - log_p_TE.logsumexp(-1, keepdim=True)
+
+
+def _log_z_interp(selection: Selection, alpha: float) -> Tensor:
+    keep_T1, renorm_T1 = _log_z_keep(selection), _log_z_renorm(selection)
+    if alpha == 1.0:
+        return renorm_T1
+    # Written so that equal ends give their common value bit for bit.
+    return keep_T1 + torch.log1p(alpha * torch.expm1(renorm_T1 - keep_T1))
+
+
+def _log_z_ref(selection: Selection, k2: int) -> Tensor:
+    call = selection.call
+    if not call.convention.renormalised:
+        return _log_z_keep(selection)
+    if k2 == selection.index_TK.shape[1]:
+        # The reference set is S itself: summed in slot order it is renorm's Z bit for bit.
+        return _log_z_renorm(selection)
+    routable = int((~selection.blocked_E).sum())
+    if k2 > routable:
+        raise UsageError(f"scale ref:{k2} needs {k2} routable experts", expected=f"k2 ≤ {routable}")
+    reference_TK = _ranked(call, selection.choice_TE, selection.unavailable_TE)[:, :k2]
+    available_TE = selection.log_p_TE.masked_fill(selection.unavailable_TE, _NEVER)
+    return _log_sum(call.convention, available_TE.gather(1, reference_TK))
+
+
+def log_normaliser(selection: Selection, scale: Scale) -> Tensor:
+    """log Z of a resolved scale, per token, in float64 ([T, 1]).
+
+    Where nothing is blocked, log Z of every scale but `ref` equals keep's bit for bit; ref:k does too.
     """
-    convention = call.convention
-
-    def log_sum(members_TK: Tensor) -> Tensor:
-        total_T1 = log_p_TE.gather(1, members_TK).logsumexp(-1, keepdim=True)
-        if not convention.epsilon:
-            return total_T1
-        return torch.logaddexp(total_T1, torch.full_like(total_T1, math.log(convention.epsilon)))
-
-    def keep() -> Tensor:
-        return log_sum(call.index_TK) if convention.renormalised else torch.zeros_like(log_p_TE[:, :1])
-
-    def renorm() -> Tensor:
-        if convention.renormalised:
-            return log_sum(index_TK)
-        if convention.score == "sigmoid":
-            return keep()
-        left_T1 = log_p_TE.masked_fill(blocked_E, _NEVER).logsumexp(-1, keepdim=True)
-        return left_T1 - log_p_TE.logsumexp(-1, keepdim=True)
-
     if scale.kind == "keep":
-        return keep()
+        return _log_z_keep(selection)
     if scale.kind == "renorm":
-        return renorm()
+        return _log_z_renorm(selection)
     if scale.kind == "interp":
-        if scale.alpha in (0.0, 1.0):
-            return renorm() if scale.alpha else keep()
-        # Written so that equal ends give their common value bit for bit.
-        return keep() + torch.log1p(scale.alpha * torch.expm1(renorm() - keep()))
+        return _log_z_interp(selection, scale.alpha)
     if scale.kind == "ref":
-        if not convention.renormalised:
-            return keep()
-        routable = int((~blocked_E).sum())
-        if scale.k2 > routable:
-            raise UsageError(f"scale {scale} needs {scale.k2} routable experts", expected=f"k2 ≤ {routable}")
-        ranked_TE = _ranked(call, choice_TE, blocked_E)
-        return log_sum(ranked_TE[:, : scale.k2])
+        return _log_z_ref(selection, scale.k2)
     raise UsageError(f"scale {scale} is not resolved", fix="call Scale.resolve first")
 
 
-def reroute(call: RouterCall, blocked_E: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
-    """Refill the slots of blocked experts, and give every selected expert the gate that `scale` says.
+def gates_of(selection: Selection, scale: Scale) -> Tensor:
+    """The gate of every slot under a resolved scale ([T, K]).
 
-    Gates are computed in float64 logarithms and cast once to the router's gate dtype. Where a token's Z is keep's and
-    the expert was in D, the router's own gate is returned bit for bit; with nothing blocked that is every slot.
-
-    Args:
-        call: the unpruned router's call.
-        blocked_E: bool, True where the expert cannot be routed to.
-        scale: a resolved scale.
-
-    Returns:
-        index_TK of S and its gates_TK.
+    Computed in float64 logarithms and cast once to the router's gate dtype. Where a token's Z is keep's and the expert
+    was in D, the router's own gate is returned bit for bit; with nothing blocked that is every slot.
     """
-    _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
-    index_TK, hole_TK = select_survivors(call, choice_TE, blocked_E)
-    log_p_TE = log_scores(call.convention, call.logits_TE)
-    log_z_T1 = log_normaliser(scale, call, log_p_TE, choice_TE, index_TK, blocked_E)
-    unpruned_z_T1 = log_normaliser(Scale("keep"), call, log_p_TE, choice_TE, index_TK, blocked_E)
-    gates_TK = (log_p_TE.gather(1, index_TK) - log_z_T1).exp() * call.convention.factor
-    untouched_TK = ~hole_TK & (log_z_T1 == unpruned_z_T1)
-    return index_TK, torch.where(untouched_TK, call.gates_TK, gates_TK.to(call.gates_TK.dtype))
+    call = selection.call
+    log_z_T1 = log_normaliser(selection, scale)
+    gates_TK = (selection.log_p_TE.gather(1, selection.index_TK) - log_z_T1).exp() * call.convention.factor
+    untouched_TK = ~selection.hole_TK & (log_z_T1 == _log_z_keep(selection))
+    return torch.where(untouched_TK, call.gates_TK, gates_TK.to(call.gates_TK.dtype))
+
+
+def reroute(call: RouterCall, blocked_E: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    """S and its gates: refill the slots of blocked experts, and scale every gate as `scale` says ([T, K] each)."""
+    selection = select_survivors(call, blocked_E)
+    return selection.index_TK, gates_of(selection, scale)

@@ -1,0 +1,324 @@
+"""The command line: `prunebench list | run | grid | compare | board | check-env`.
+
+Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
+codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
+verbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import prunebench
+from prunebench.errors import PrerequisiteError, PruneBenchError
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument errors as one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"prunebench: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="prunebench", description="Benchmark training-free pruning of Mixture-of-Experts language models."
+    )
+    parser.add_argument("--version", action="version", version=f"prunebench {prunebench.__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+
+    def verb(name: str, summary: str, description: str | None = None) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=summary, description=description or summary)
+        sub.add_argument("--json", action="store_true", help="print one JSON document")
+        return sub
+
+    verb("list", "what is shipped: models, methods, operators, suites, tracks")
+    _add_run(verb("run", "run one arm: calibrate, prune, prove, evaluate, record"))
+    _add_grid(verb("grid", "run all arms of a track; resumes where it was stopped"))
+
+    compare = verb("compare", "paired difference of two runs on the same items, with 95 %% intervals")
+    compare.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder")
+    compare.add_argument("run_b", type=Path, metavar="RUN_B", help="run folder; differences are A minus B")
+    compare.add_argument("--suite", action="append", help="only this suite (may be repeated)")
+
+    board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
+    board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
+    board.add_argument("--out", type=Path, required=True, help="folder for the board")
+
+    verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
+    return parser
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--model", required=True, help="zoo name, folder with config.json, or hub id org/name[@revision]")
+    run.add_argument("--method", help="criterion by name or path of its file; leave out for the dense model")
+    run.add_argument(
+        "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the method (may be repeated)"
+    )
+    run.add_argument("--ratio", help="share of each layer's experts to prune, such as 0.5")
+    run.add_argument("--keep", type=int, help="experts to keep in each layer, instead of --ratio")
+    run.add_argument("--mask", metavar="FILE", help="a mask file, instead of the method's selection")
+    run.add_argument("--operator", help="file that says what answers pruned slots; the method's own by default")
+    run.add_argument(
+        "--operator-param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the operator"
+    )
+    run.add_argument(
+        "--scale", help="gate scale where slots are refilled: trained, other, keep, renorm, interp:A or ref:K2"
+    )
+    run.add_argument("--text", default="world:general", help="calibration: world:DOMAIN, file:PATH, hub:ID@REV:FIELD")
+    run.add_argument("--blocks", type=int, default=256, help="calibration blocks (default %(default)s)")
+    run.add_argument("--length", type=int, default=128, help="tokens per block (default %(default)s)")
+    run.add_argument("--draw", default="A", help="slice of the calibration text: A, B or C")
+    run.add_argument("--suite", action="append", help="suite by name or path (may be repeated; default: all shipped)")
+    run.add_argument("--seed", type=int, default=0, help="seed of random selections (default %(default)s)")
+    run.add_argument("--out", type=Path, default=Path("results"), help="records folder (default %(default)s)")
+    _add_machine(run)
+
+
+def _add_grid(grid: argparse.ArgumentParser) -> None:
+    grid.add_argument("track", metavar="TRACK", help="track by name, or a TOML file")
+    grid.add_argument("--out", type=Path, default=Path("results"), help="records folder (default %(default)s)")
+    grid.add_argument("--jobs", type=int, default=1, help="worker processes, one model each (default %(default)s)")
+    _add_machine(grid)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=int, help="only the first N items of each task; the run is marked partial")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default %(default)s)")
+    parser.add_argument("--device-map", choices=["auto"], help="spread the model over devices (needs accelerate)")
+    parser.add_argument("--experts-implementation", help="eager, grouped_mm or batched_mm of transformers")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward (default %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    options = _parser().parse_args(arguments)
+    verbs = {
+        "list": _list,
+        "run": _run,
+        "grid": _grid,
+        "compare": _compare,
+        "board": _board,
+        "check-env": _check_env,
+    }
+    try:
+        return verbs[options.verb](options)
+    except PruneBenchError as error:
+        print(f"prunebench {options.verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing is wrong with us.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"prunebench {options.verb}: interrupted; finished runs are kept", file=sys.stderr)
+        return 130
+
+
+def _print(options: argparse.Namespace, data: object, text: str) -> None:
+    print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text)
+
+
+def _machine(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens")
+    return {name: getattr(options, name) for name in names}
+
+
+class _Progress:
+    """Progress bars on a terminal; silence elsewhere, where lines per arm must do."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task: Any = None
+        self._what = ""
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Move the bar of `what`."""
+        if self._task is None or what != self._what:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task, self._what = self._bars.add_task(what, total=total), what
+        self._bars.update(self._task, completed=done, total=total)
+
+    def say(self, line: str) -> None:
+        """One line above the bars."""
+        self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+# --- verbs
+
+
+def _list(options: argparse.Namespace) -> int:
+    from prunebench.loader import available, load_method_class
+
+    classes = {name: load_method_class(name) for name in available("methods")}
+    kinds = {name: "criterion" if cls.selects() else "operator" for name, cls in classes.items()}
+    data: dict[str, list[str]] = {
+        "models": available("models"),
+        "criteria": [name for name, kind in kinds.items() if kind == "criterion"],
+        "operators": [name for name, kind in kinds.items() if kind == "operator"],
+        "suites": available("suites"),
+        "tracks": available("tracks"),
+    }
+    _print(options, data, "\n".join(f"{kind:10} {', '.join(names)}" for kind, names in data.items()))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from prunebench.moe import quiet_libraries
+    from prunebench.run import ArmSpec, Session
+    from prunebench.run.arm import DEFAULT_SUITES, prepare
+
+    quiet_libraries()
+    spec = ArmSpec(
+        model=options.model,
+        method=options.method,
+        parameters=tuple(options.param),
+        mask=options.mask,
+        operator=options.operator,
+        operator_parameters=tuple(options.operator_param),
+        scale=options.scale,
+        ratio=options.ratio,
+        keep=options.keep,
+        text=options.text,
+        blocks=options.blocks,
+        length=options.length,
+        draw=options.draw,
+        suites=tuple(options.suite or DEFAULT_SUITES),
+        seed=options.seed,
+        **_machine(options),
+    )
+    arm = prepare(spec)
+    if options.dry_run:
+        data: dict[str, Any] = {"folder": str(options.out / spec.folder), "identity": arm.known}
+        _print(options, data, f"would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}")
+        return 0
+    with _Progress() as progress:
+        outcome = Session(options.out, progress=progress.step).execute(arm)
+    record = outcome.run.record
+    data = {"folder": str(outcome.folder), "reused": outcome.reused, "record": record}
+    _print(options, data, _run_text(record, outcome.folder, reused=outcome.reused))
+    return 0
+
+
+def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        [name, f"{m['value']:.4f}", f"{m['low']:.4f}", f"{m['high']:.4f}", m["n"]]
+        for name, m in sorted(record["metrics"].items())
+    ]
+    table = tabulate(
+        rows, headers=["metric", "value", "95 % low", "high", "n"], disable_numparse=True, tablefmt="plain"
+    )
+    checks = [check for check in record["integrity"] if check["status"] == "pass"]
+    state = "already there" if reused else f"{record['volatile']['seconds']:.1f} s"
+    megabytes = record["storage"]["total"] / 1e6
+    summary = f"{len(checks)} integrity checks passed, {megabytes:.2f} MB stored, {record['status']}, {state}"
+    return f"{table}\n{summary}\n{folder}"
+
+
+def _grid(options: argparse.Namespace) -> int:
+    from prunebench.loader import resolve_track
+    from prunebench.moe import quiet_libraries
+    from prunebench.run import grid, read_track
+    from prunebench.run.arm import prepare
+
+    quiet_libraries()
+    track = read_track(resolve_track(options.track), **_machine(options))
+    if options.dry_run:
+        for spec in track.arms:
+            prepare(spec)
+        folders = [spec.folder for spec in track.arms]
+        _print(options, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders))
+        return 0
+    with _Progress() as progress:
+        result = grid(track, options.out, jobs=options.jobs, announce=progress.say, progress=progress.step)
+    data = {"done": result.done, "reused": result.reused, "failed": dict(result.failed)}
+    text = f"{track.name}: {len(result.done)} done, {len(result.reused)} already there, {len(result.failed)} failed"
+    _print(options, data, text)
+    return 1 if result.failed else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from prunebench.analysis import compare, comparison_table
+    from prunebench.record import read_run
+
+    comparison = compare(read_run(options.run_a), read_run(options.run_b), suites=options.suite)
+    _print(options, comparison.to_json(), comparison_table(comparison))
+    return 0
+
+
+def _board(options: argparse.Namespace) -> int:
+    from prunebench.board import write_board
+
+    result = write_board(options.records, options.out)
+    for one in result.left_out:
+        print(f"left out {one}", file=sys.stderr)
+    data = {
+        "markdown": str(result.markdown),
+        "html": str(result.html),
+        "rows": result.rows,
+        "left_out": [str(one) for one in result.left_out],
+    }
+    _print(options, data, f"{result.rows} rows\n{result.markdown}\n{result.html}")
+    return 0
+
+
+def _check_env(options: argparse.Namespace) -> int:
+    """Each requirement with its state; exit 3 if a needed one is missing."""
+    needed = ("torch", "transformers", "lm_eval", "datasets", "numpy", "pyarrow", "safetensors", "tabulate", "rich")
+    optional = {"evalplus": "extra code", "accelerate": "extra gpu, for --device-map"}
+    rows: list[dict[str, str]] = [{"what": "python", "state": platform.python_version(), "need": "needed"}]
+    missing = []
+    for name in (*needed, *optional):
+        found = importlib.util.find_spec(name) is not None
+        state = importlib.metadata.version(name.replace("_", "-")) if found else "missing"
+        rows.append({"what": name, "state": state, "need": "needed" if name in needed else optional[name]})
+        if not found and name in needed:
+            missing.append(name)
+    if "torch" not in missing:
+        import torch
+
+        cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        rows.append({"what": "CUDA device", "state": cuda, "need": "optional"})
+        rows.append(
+            {"what": "torch threads", "state": str(torch.get_num_threads()), "need": "OMP_NUM_THREADS=1 advised"}
+        )
+    rows.append({"what": "chromium", "state": shutil.which("chromium") or "missing", "need": "optional, for tests"})
+    text = "\n".join(f"{row['what']:14} {row['state']:24} {row['need']}" for row in rows)
+    _print(options, rows, text)
+    if missing:
+        raise PrerequisiteError(f"missing: {', '.join(missing)}", fix="pip install prunebench")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""What one arm is: model x mask x operator x scale, and everything else that can change its numbers, as plain data.
+
+`prepare` checks all of it before any weight is read: names, parameters, scale, budget against the model's config. What
+it returns knows the arm's identity but for the mask's digest, which is enough to recognise a finished run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prunebench.calibration import CalibrationSpec
+from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.evaluate import ENGINE_VERSION
+from prunebench.loader import (
+    ModelSource,
+    load_method,
+    load_method_class,
+    load_suite,
+    parse_parameters,
+    resolve_model,
+    source_of,
+)
+from prunebench.mask import Budget, LayerShape, Mask, canonical_json, model_shape_text
+from prunebench.method import Method
+from prunebench.moe import check_device, experts_implementation_for, peek, weights_sha256
+from prunebench.routing import Convention, Scale
+from prunebench.suite import Suite, suite_content
+
+__all__ = ["DEFAULT_SUITES", "ArmSpec", "PreparedArm", "local_folder", "matches", "prepare"]
+
+DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """One arm as asked for; JSON data, so that it can be sent to a worker process.
+
+    Args:
+        model: zoo name, folder or hub id.
+        method: criterion by name or path; without one and without `mask`, the arm is the dense model.
+        parameters: `name=value` texts of the method's fields.
+        mask: a mask file, in place of the method's `select`.
+        operator: name or path of the file that gives `replace` and `route`; the method's own by default.
+        operator_parameters: `name=value` texts of the operator's fields.
+        scale: gate scale where slots are refilled; the operator's own by default.
+        ratio: share of experts pruned per layer, as typed.
+        keep: experts kept per layer.
+        text: calibration text.
+        blocks: calibration blocks per draw.
+        length: tokens per block.
+        draw: A, B or C.
+        suites: by name or path.
+        limit: only the first items of each task; makes the run partial.
+        seed: of everything random.
+        device: where the model runs.
+        dtype: of the weights.
+        device_map: `auto`, or None.
+        experts_implementation: of transformers, or None for the device's default.
+        batch_tokens: padded tokens per forward.
+    """
+
+    model: str
+    method: str | None = None
+    parameters: tuple[str, ...] = ()
+    mask: str | None = None
+    operator: str | None = None
+    operator_parameters: tuple[str, ...] = ()
+    scale: str | None = None
+    ratio: str | None = None
+    keep: int | None = None
+    text: str = "world:general"
+    blocks: int = 256
+    length: int = 128
+    draw: str = "A"
+    suites: tuple[str, ...] = DEFAULT_SUITES
+    limit: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    device_map: str | None = None
+    experts_implementation: str | None = None
+    batch_tokens: int = 8192
+
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is pruned."""
+        return self.method is None and self.mask is None
+
+    @property
+    def folder(self) -> str:
+        """A readable folder for the arm's run, `model/arm`, distinct for distinct arms of one track."""
+        if self.dense:
+            name = "dense"
+        else:
+            amount = f"keep{self.keep}" if self.keep is not None else f"ratio{self.ratio}" if self.ratio else ""
+            operator = self.operator and Path(self.operator).stem
+            parts = [
+                Path(self.mask).stem if self.mask else Path(str(self.method)).stem,
+                *self.parameters,
+                amount,
+                operator,
+                *self.operator_parameters,
+                self.scale,
+                None if self.text == ArmSpec.text else self.text.replace("/", "_"),
+                self.draw,
+            ]
+            name = "-".join(part for part in parts if part)
+        if self.limit is not None:
+            name += f"-limit{self.limit}"
+        model = Path(self.model).name if Path(self.model).is_dir() else self.model.replace("/", "--")
+        return "/".join(re.sub(r"[^\w.=+-]+", "_", part) for part in (model, name))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ArmSpec:
+        """Back from plain data."""
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class PreparedArm:
+    """An arm whose every name has been resolved and checked.
+
+    Args:
+        spec: as asked.
+        folder: the model's files.
+        shapes: of its MoE layers.
+        convention: of its router.
+        method: gives the mask, or None.
+        mask: a given mask, or None.
+        operator: gives replace and route; None if dense.
+        scale: overriding scale, or None.
+        budget: how many experts go, or None.
+        calibration: text and draw.
+        suites: loaded.
+        known: the identity as far as it is known before the mask is.
+    """
+
+    spec: ArmSpec
+    folder: Path
+    shapes: tuple[LayerShape, ...]
+    convention: Convention
+    method: Method | None
+    mask: Mask | None
+    operator: Method | None
+    scale: Scale | None
+    budget: Budget | None
+    calibration: CalibrationSpec
+    suites: tuple[Suite, ...]
+    known: dict[str, Any]
+
+
+def local_folder(source: ModelSource) -> Path:
+    """The folder of a model's files; a hub id is downloaded, or found in the hub's cache when offline.
+
+    Raises:
+        PrerequisiteError: if the hub has no such model, or cannot be reached.
+    """
+    if source.path is not None:
+        return source.path
+    from huggingface_hub import snapshot_download
+
+    assert source.repo is not None
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise PrerequisiteError(
+            f"cannot fetch the model ({type(error).__name__})",
+            where=source.repo,
+            expected="a hub id that can be reached, or is in the hub's cache",
+            fix="download it first, or give --model a local folder",
+        ) from error
+
+
+@cache
+def _peek(folder: Path) -> tuple[tuple[LayerShape, ...], Convention]:
+    return peek(folder)
+
+
+@cache
+def _weights_sha256(folder: Path) -> str:
+    return weights_sha256(folder)
+
+
+def prepare(spec: ArmSpec) -> PreparedArm:
+    """Resolve and check an arm; reads no weights but for their digest.
+
+    Raises:
+        UsageError: whatever is wrong with the request, in one line.
+        PrerequisiteError: a missing device, file or hub model.
+    """
+    check_device(spec.device, spec.dtype)
+    calibration = CalibrationSpec(spec.text, spec.blocks, spec.length, spec.draw)
+    if spec.limit is not None and spec.limit < 1:
+        raise UsageError(f"limit {spec.limit} is impossible", expected="at least 1 item per task")
+    suites = tuple(load_suite(name) for name in spec.suites)
+    if not suites:
+        raise UsageError("no suite to run", expected=", ".join(DEFAULT_SUITES), fix="give --suite")
+    method = _method(spec.method, spec.parameters)
+    operator = _method(spec.operator, spec.operator_parameters) or method
+    scale = Scale.parse(spec.scale) if spec.scale is not None else None
+    budget = _budget(spec)
+    _check_combination(spec, method, operator, scale)
+    source = resolve_model(spec.model)
+    folder = local_folder(source)
+    shapes, convention = _peek(folder)
+    if budget is not None:
+        budget.check(shapes)
+    mask = Mask.load(Path(spec.mask)) if spec.mask is not None else None
+    if mask is not None:
+        mask.check_fits(shapes, where=spec.mask or "mask")
+        if not mask.pruned_count:
+            raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
+    implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
+    known: dict[str, Any] = {
+        "engine": ENGINE_VERSION,
+        "model": {
+            "name": source.name,
+            "weights_sha256": _weights_sha256(folder),
+            "shape": model_shape_text(shapes),
+        },
+        "method": _described(method),
+        "operator": _described(operator, scale),
+        "budget": budget.to_json() if budget is not None else None,
+        "calibration": None if operator is None else vars(calibration),
+        "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in suites},
+        "dtype": spec.dtype,
+        "device": f"map:{spec.device_map}" if spec.device_map else spec.device.partition(":")[0],
+        "experts_implementation": implementation,
+        "batch_tokens": spec.batch_tokens,
+        "limit": spec.limit,
+        "seed": spec.seed,
+    }
+    if mask is not None:
+        known["mask"] = {"digest": mask.digest, "source": "file"}
+    elif operator is None:
+        known["mask"] = None
+    known = json.loads(canonical_json(known))  # tuples as lists, as a record has them
+    return PreparedArm(
+        spec, folder, shapes, convention, method, mask, operator, scale, budget, calibration, suites, known
+    )
+
+
+def _method(name: str | None, parameters: tuple[str, ...]) -> Method | None:
+    if name is None:
+        return None
+    return load_method(name, parse_parameters(load_method_class(name), parameters))
+
+
+def _budget(spec: ArmSpec) -> Budget | None:
+    if spec.ratio is not None and spec.keep is not None:
+        raise UsageError("both ratio and keep are given", expected="one of them")
+    if spec.ratio is not None:
+        return Budget.of_ratio(spec.ratio)
+    return Budget(keep=spec.keep) if spec.keep is not None else None
+
+
+def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | None, scale: Scale | None) -> None:
+    """Refuse requests whose parts do not fit together."""
+    budget = spec.ratio is not None or spec.keep is not None
+    if spec.dense and (operator is not None or scale is not None or budget):
+        raise UsageError("nothing says which experts go", fix="give --method or --mask, or leave the rest out (dense)")
+    if spec.mask is not None and operator is None:
+        raise UsageError("the mask has no operator", fix="give --operator, such as constant or reroute")
+    if spec.mask is not None and budget:
+        raise UsageError("a mask file already says how many experts go", fix="leave --ratio and --keep out")
+    if spec.mask is None and method is not None:
+        if not method.selects():
+            raise UsageError(
+                f"{method.name} selects no experts",
+                fix=f"give a criterion as --method and {method.name} as --operator, or give --mask FILE",
+            )
+        if not budget:
+            raise UsageError("nothing says how many experts go", fix="give --ratio, such as 0.5, or --keep")
+    if scale is not None and operator is not None and operator.keeps_slots():
+        raise UsageError(
+            f"scale {scale} has no meaning for {operator.name}",
+            expected="an operator that refills slots, such as reroute",
+            fix="leave --scale out, or give --operator reroute",
+        )
+
+
+def _described(method: Method | None, scale: Scale | None = None) -> dict[str, Any] | None:
+    if method is None:
+        return None
+    described: dict[str, Any] = {
+        "name": method.name,
+        "version": method.version,
+        "file_sha256": source_of(type(method)).sha256,
+        "parameters": method.parameters(),
+    }
+    return {**described, "scale": str(scale) if scale is not None else None}
+
+
+def matches(identity: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Whether a record's identity agrees with everything that is known of an arm."""
+    for key, value in known.items():
+        if key not in identity:
+            return False
+        if isinstance(value, Mapping) and isinstance(identity[key], Mapping):
+            if not matches(identity[key], value):
+                return False
+        elif identity[key] != value:
+            return False
+    return True

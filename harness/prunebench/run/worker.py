@@ -1,0 +1,49 @@
+"""A grid's worker process: arms as JSON lines in, one JSON line per finished arm out; ends when its input does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+from prunebench.errors import PruneBenchError
+from prunebench.moe import quiet_libraries
+from prunebench.run.arm import ArmSpec, prepare
+from prunebench.run.session import Session
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Serve until standard input is closed."""
+    # Whatever a library prints must not mix with replies.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _end_with(os.getppid())
+    quiet_libraries()
+    session = Session(Path(sys.argv[1]))
+    for line in sys.stdin:
+        try:
+            outcome = session.execute(prepare(ArmSpec.from_json(json.loads(line))))
+            reply = {"seconds": str(outcome.run.record["volatile"]["seconds"])}
+        except PruneBenchError as error:
+            reply = {"error": str(error)}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent is gone: a killed grid leaves nobody at work."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            threading.Event().wait(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch the parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
