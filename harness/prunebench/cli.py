@@ -8,8 +8,10 @@ verbs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -17,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError
@@ -107,6 +109,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show α is no reason to fail
     options = _parser().parse_args(arguments)
     verbs = {
         "list": _list,
@@ -117,7 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check-env": _check_env,
     }
     try:
-        return verbs[options.verb](options)
+        # What a method or a library prints is not the result.
+        with contextlib.redirect_stdout(sys.stderr):
+            code, data, text = verbs[options.verb](options)
+        print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text, flush=True)
+        return code
     except PruneBenchError as error:
         print(f"prunebench {options.verb}: {error}", file=sys.stderr)
         return error.exit_code
@@ -128,10 +137,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"prunebench {options.verb}: interrupted; finished runs are kept", file=sys.stderr)
         return 130
-
-
-def _print(options: argparse.Namespace, data: object, text: str) -> None:
-    print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text)
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
@@ -172,10 +177,12 @@ class _Progress:
         self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-# --- verbs
+# --- verbs: each returns its exit code, its result as JSON data, and as text
+
+Result: TypeAlias = tuple[int, object, str]
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list(_options: argparse.Namespace) -> Result:
     from prunebench.loader import available, load_method_class
 
     classes = {name: load_method_class(name) for name in available("methods")}
@@ -187,11 +194,10 @@ def _list(options: argparse.Namespace) -> int:
         "suites": available("suites"),
         "tracks": available("tracks"),
     }
-    _print(options, data, "\n".join(f"{kind:10} {', '.join(names)}" for kind, names in data.items()))
-    return 0
+    return 0, data, "\n".join(f"{kind:10} {', '.join(names)}" for kind, names in data.items())
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> Result:
     from prunebench.moe import quiet_libraries
     from prunebench.run import ArmSpec, Session
     from prunebench.run.arm import DEFAULT_SUITES, prepare
@@ -218,14 +224,12 @@ def _run(options: argparse.Namespace) -> int:
     arm = prepare(spec)
     if options.dry_run:
         data: dict[str, Any] = {"folder": str(options.out / spec.folder), "identity": arm.known}
-        _print(options, data, f"would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}")
-        return 0
+        return 0, data, f"would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}"
     with _Progress() as progress:
         outcome = Session(options.out, progress=progress.step).execute(arm)
     record = outcome.run.record
     data = {"folder": str(outcome.folder), "reused": outcome.reused, "record": record}
-    _print(options, data, _run_text(record, outcome.folder, reused=outcome.reused))
-    return 0
+    return 0, data, _run_text(record, outcome.folder, reused=outcome.reused)
 
 
 def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
@@ -245,7 +249,7 @@ def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
     return f"{table}\n{summary}\n{folder}"
 
 
-def _grid(options: argparse.Namespace) -> int:
+def _grid(options: argparse.Namespace) -> Result:
     from prunebench.loader import resolve_track
     from prunebench.moe import quiet_libraries
     from prunebench.run import grid, read_track
@@ -257,26 +261,23 @@ def _grid(options: argparse.Namespace) -> int:
         for spec in track.arms:
             prepare(spec)
         folders = [spec.folder for spec in track.arms]
-        _print(options, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders))
-        return 0
+        return 0, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders)
     with _Progress() as progress:
         result = grid(track, options.out, jobs=options.jobs, announce=progress.say, progress=progress.step)
     data = {"done": result.done, "reused": result.reused, "failed": dict(result.failed)}
     text = f"{track.name}: {len(result.done)} done, {len(result.reused)} already there, {len(result.failed)} failed"
-    _print(options, data, text)
-    return 1 if result.failed else 0
+    return 1 if result.failed else 0, data, text
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace) -> Result:
     from prunebench.analysis import compare, comparison_table
     from prunebench.record import read_run
 
     comparison = compare(read_run(options.run_a), read_run(options.run_b), suites=options.suite)
-    _print(options, comparison.to_json(), comparison_table(comparison))
-    return 0
+    return 0, comparison.to_json(), comparison_table(comparison)
 
 
-def _board(options: argparse.Namespace) -> int:
+def _board(options: argparse.Namespace) -> Result:
     from prunebench.board import write_board
 
     result = write_board(options.records, options.out)
@@ -288,11 +289,10 @@ def _board(options: argparse.Namespace) -> int:
         "rows": result.rows,
         "left_out": [str(one) for one in result.left_out],
     }
-    _print(options, data, f"{result.rows} rows\n{result.markdown}\n{result.html}")
-    return 0
+    return 0, data, f"{result.rows} rows\n{result.markdown}\n{result.html}"
 
 
-def _check_env(options: argparse.Namespace) -> int:
+def _check_env(_options: argparse.Namespace) -> Result:
     """Each requirement with its state; exit 3 if a needed one is missing."""
     needed = ("torch", "transformers", "lm_eval", "datasets", "numpy", "pyarrow", "safetensors", "tabulate", "rich")
     optional = {"evalplus": "extra code", "accelerate": "extra gpu, for --device-map"}
@@ -314,10 +314,11 @@ def _check_env(options: argparse.Namespace) -> int:
         )
     rows.append({"what": "chromium", "state": shutil.which("chromium") or "missing", "need": "optional, for tests"})
     text = "\n".join(f"{row['what']:14} {row['state']:24} {row['need']}" for row in rows)
-    _print(options, rows, text)
-    if missing:
-        raise PrerequisiteError(f"missing: {', '.join(missing)}", fix="pip install prunebench")
-    return 0
+    if not missing:
+        return 0, rows, text
+    error = PrerequisiteError(f"missing: {', '.join(missing)}", fix="pip install prunebench")
+    print(f"prunebench check-env: {error}", file=sys.stderr)
+    return error.exit_code, rows, text
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from prunebench.errors import IntegrityError
 from prunebench.install import programs_of, shrink
+from prunebench.mask import Mask
 from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel
 from prunebench.plan import Plan
 from prunebench.routing import RouterCall, Scale, reroute
@@ -156,7 +157,9 @@ def check_one_ratio(
             faults.append(f"layer {index}: the two scales pick different experts")
         if not torch.equal(keep_gates_TK[survivor_TK], call.gates_TK[survivor_TK]):
             faults.append(f"layer {index}: a survivor's gate changed under keep")
-        positive_TK = (keep_gates_TK > 0) & (renorm_gates_TK > 0)
+        # Below the smallest normal number a gate has lost digits, and a ratio says nothing.
+        smallest = torch.finfo(call.gates_TK.dtype).tiny
+        positive_TK = (keep_gates_TK >= smallest) & (renorm_gates_TK >= smallest)
         ratio_TK = torch.where(positive_TK, keep_gates_TK.double() / renorm_gates_TK.double(), torch.nan)
         middle_T1 = ratio_TK.nanmedian(dim=-1, keepdim=True).values
         spread = float(torch.nan_to_num((ratio_TK / middle_T1 - 1).abs()).max())
@@ -233,16 +236,29 @@ def check_before_evaluation(moe: MoEModel, plan: Plan, ids_BL: Tensor) -> list[C
     ]
 
 
+def _top_k_by_layer(mask: Mask) -> dict[int, int]:
+    """Layer index -> k, as the mask's model shape states it (`index:ExK …`)."""
+    return {int(part.partition(":")[0]): int(part.rpartition("x")[2]) for part in mask.model_shape.split()}
+
+
 def check_counters(plan: Plan, counters: Mapping[int, Mapping[str, float]]) -> list[Check]:
     """2 and 3, from counters over an evaluation: zero tokens to pruned experts, every asked fill answered, k slots."""
     reached, unanswered, short = [], [], []
+    top_k = _top_k_by_layer(plan.mask)
+    short += [
+        f"layer {layer.index}: pruned, but nothing was counted"
+        for layer in plan.mask.layers
+        if layer.pruned and layer.index not in counters
+    ]
     for index, counted in counters.items():
         if counted["reached_pruned"]:
             reached.append(f"layer {index}: {counted['reached_pruned']:.0f} slots asked for an unroutable expert")
         if counted["asked"] != counted["answered"]:
             unanswered.append(f"layer {index}: {counted['asked']:.0f} slots asked, {counted['answered']:.0f} answered")
-        if not counted["calls"] or counted["slots"] % counted["calls"]:
-            short.append(f"layer {index}: {counted['slots']:.0f} slots in {counted['calls']:.0f} calls")
+        if not counted["calls"] or counted["slots"] != top_k[index] * counted["calls"]:
+            short.append(
+                f"layer {index}: {counted['slots']:.0f} slots in {counted['calls']:.0f} calls, k = {top_k[index]}"
+            )
     total = {name: sum(c[name] for c in counters.values()) for name in ("slots", "asked", "answered")}
     if plan.mask.pruned_count and not plan.fills_nothing and not total["asked"]:
         unanswered.append("no slot ever asked for a fill")

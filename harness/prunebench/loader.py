@@ -132,7 +132,7 @@ def resolve_model(name: str) -> ModelSource:
     zoo = content_root() / _FOLDERS["models"]
     if name in available("models"):
         return ModelSource("zoo", name, path=zoo / name)
-    folder = Path(name).expanduser()
+    folder = _as_path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UsageError(
@@ -157,12 +157,20 @@ def resolve_track(name_or_path: str) -> Path:
     return _resolve_file("tracks", name_or_path)
 
 
+def _as_path(text: str) -> Path:
+    """The path that a person typed; `~` of a user who does not exist is left as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def _resolve_file(kind: Kind, name_or_path: str) -> Path:
     """The file of a content name; anything with a separator or the suffix is taken as a path."""
     suffix = ".toml" if kind == "tracks" else ".py"
     noun = kind.removesuffix("s")
     if "/" in name_or_path or name_or_path.endswith(suffix):
-        path = Path(name_or_path).expanduser()
+        path = _as_path(name_or_path)
         if not path.is_file():
             raise UsageError(f"no such {noun} file", where=name_or_path, expected=f"a {suffix} file")
         return path.resolve()

@@ -45,6 +45,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise UsageError("cannot write", where=str(path), expected="a writable folder", fix=str(error)) from error
 
 
+def _whole(value: object) -> int:
+    """A JSON number that must be an integer; 1.5 or true is a ValueError, not 1."""
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
 @dataclass(frozen=True, order=True)
 class LayerShape:
     """One MoE layer as a mask and a budget see it: index in the model, E experts, top-k, router groups (1 = none)."""
@@ -183,7 +190,8 @@ class Mask:
             if not isinstance(data, dict) or data["schema"] != SCHEMA:
                 raise UsageError("not a prunebench mask", where=where, expected=f'an object with "schema": {SCHEMA}')
             layers = tuple(
-                LayerMask(int(x["index"]), int(x["E"]), tuple(int(e) for e in x["pruned"])) for x in data["layers"]
+                LayerMask(_whole(x["index"]), _whole(x["E"]), tuple(_whole(e) for e in x["pruned"]))
+                for x in data["layers"]
             )
             mask = cls(str(data["model_shape"]), layers)
             digest = data.get("digest", mask.digest)
@@ -265,6 +273,9 @@ class Budget:
             asked = f"keep {self.keep}"
         where = f"layer {shape.index} with {shape.experts} experts"
         fewest = shape.fewest_survivors()
+        wanted = f"top-k = {fewest} survivors"
+        if shape.groups > 1:
+            wanted = f"{fewest} survivors (top-k = {shape.top_k} from {shape.kept_groups} of {shape.groups} groups)"
         if count <= 0:
             raise UsageError(
                 f"{asked} prunes nothing",
@@ -275,7 +286,7 @@ class Budget:
             raise UsageError(
                 f"{asked} leaves {shape.experts - count} experts",
                 where=where,
-                expected=f"at least top-k = {fewest} survivors",
+                expected=f"at least {wanted}",
                 fix=f"prune at most {shape.experts - fewest} of {shape.experts}",
             )
         guarded = len(self.protected.get(shape.index, frozenset()))
@@ -286,7 +297,17 @@ class Budget:
         return count
 
     def check(self, shapes: Sequence[LayerShape]) -> None:
-        """Raise unless the budget is possible in every layer."""
+        """Raise unless the budget is possible in every layer, and protects only experts that exist."""
+        by_index = {shape.index: shape for shape in shapes}
+        for index, ids in self.protected.items():
+            if index not in by_index:
+                raise UsageError(f"layer {index} is no MoE layer", where="protected", expected=model_shape_text(shapes))
+            if wrong := sorted(expert for expert in ids if not 0 <= expert < by_index[index].experts):
+                raise UsageError(
+                    f"protected expert {wrong[0]} does not exist",
+                    where=f"layer {index}",
+                    expected=f"ids from 0 to {by_index[index].experts - 1}",
+                )
         for shape in shapes:
             self.pruned_count(shape)
 

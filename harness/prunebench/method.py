@@ -6,6 +6,7 @@ A method is one file with one frozen dataclass. It returns data and never touche
 
 from __future__ import annotations
 
+import copy
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -41,7 +42,12 @@ class Statistics(Mapping[str, Any]):
                 expected=f"one of {', '.join(self._declared) or 'none'}",
                 fix=f"add the statistic named {name!r} to the tuple that {self._declared_in} returns",
             )
-        return self._values[name].value()
+        if name not in self._values:
+            raise UsageError(
+                f"statistic {name!r} was not measured", where=self._declared_in, fix="give the scores of a score pass"
+            )
+        # A pass serves many methods: what one does to its arrays must not reach the next.
+        return copy.deepcopy(self._values[name].value())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._declared)
@@ -194,6 +200,13 @@ def prune_lowest(
         guarded = budget.protected.get(layer.index, frozenset())
         order = [int(e) for e in np.lexsort((-np.arange(layer.experts), score_E)) if int(e) not in guarded]
         pruned[layer.index] = _lowest_per_group(order, count, layer.shape)
+        if len(pruned[layer.index]) != count:
+            raise UsageError(
+                f"protected experts leave {len(pruned[layer.index])} to prune",
+                where=f"layer {layer.index}",
+                expected=f"{count}, spread evenly over {layer.shape.groups} router groups",
+                fix="protect fewer experts of one group",
+            )
     return Mask.for_shapes([layer.shape for layer in layers], pruned)
 
 

@@ -54,10 +54,10 @@ class FillPlan:
         kind = getattr(module, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, Fill)):
             raise UsageError(f"no fill class {self.kind!r}", where=where, expected="a subclass of prunebench.Fill")
-        fill = kind(**self.config)
         try:
+            fill = kind(**self.config)
             fill.load_state_dict(state, strict=True)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             text = " ".join(str(error).split())
             raise UsageError(f"{self.kind} cannot be rebuilt from its saved form: {text}", where=where) from error
         return fill
@@ -126,7 +126,7 @@ class Plan:
         """sha256, shape and dtype of every stored tensor, for the record."""
         return {
             name: {
-                "sha256": sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+                "sha256": sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
             }
@@ -159,13 +159,14 @@ class Plan:
             with safe_open(path, framework="pt") as file:
                 data = json.loads((file.metadata() or {})["plan"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            layers = tuple(
+                LayerPlan(x["index"], {int(e): FillPlan(**fill) for e, fill in x["fills"].items()}, x["scale"])
+                for x in data["layers"]
+            )
+            mask, declared = data["mask"], dict(data["declared"])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError("not a saved plan", where=str(path), expected="a file that Plan.save wrote") from error
-        layers = tuple(
-            LayerPlan(x["index"], {int(e): FillPlan(**fill) for e, fill in x["fills"].items()}, x["scale"])
-            for x in data["layers"]
-        )
-        return cls(Mask.from_json(data["mask"], where=str(path)), layers, tensors, data["declared"])
+        return cls(Mask.from_json(mask, where=str(path)), layers, tensors, declared)
 
 
 def layer_views(moe: MoEModel, scores: ScoreResult | None, declared: tuple[str, ...], where: str) -> list[LayerView]:
@@ -227,7 +228,14 @@ def _describe(fill: Fill, operator: Method, where: str) -> FillPlan:
     if not isinstance(fill, Fill):
         raise UsageError(f"the fill is a {type(fill).__name__}", where=where, expected="a prunebench.Fill")
     kind = type(fill)
-    config = json.loads(canonical_json(fill.to_json()))
+    try:
+        config = json.loads(canonical_json(fill.to_json()))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{kind.__name__}.to_json gives what JSON cannot hold: {error}",
+            where=where,
+            expected="constructor arguments; tensors belong into the state",
+        ) from error
     if kind.__module__ == replacement.__name__:
         return FillPlan(kind.__name__, config)
     if kind.__module__ != type(operator).__module__:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -88,12 +89,15 @@ def documents_of(text: str, world: Path) -> Iterator[str]:
                 return
             for number, line in enumerate(file, start=1):
                 try:
-                    yield str(json.loads(line)["text"])
+                    document = json.loads(line)["text"]
+                    if not isinstance(document, str):
+                        raise TypeError
+                    yield document
                 except (ValueError, KeyError, TypeError) as error:
                     raise UsageError(
                         "not a calibration document", where=f"{path}, line {number}", expected='{"text": …} per line'
                     ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError("cannot read the calibration text", where=str(path), fix=str(error)) from error
 
 

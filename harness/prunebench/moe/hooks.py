@@ -340,8 +340,15 @@ class _LayerHooks:
     def before_experts(self, _experts: nn.Module, args: tuple[Any, ...]) -> Any:
         """Count the slots; where somebody answers or watches, ask for one expert per row without the filled ones."""
         x_TD, index_TK, gates_TK = args
+        call = self.instrument.calls.get(self.layer.index)
+        if call is None:
+            raise IntegrityError(
+                "the experts ran, but the hook of their router did not",
+                where=self.layer.name,
+                expected="router and experts to be called as modules",
+                fix="load the model without fused or quantised MoE kernels",
+            )
         self._count_slots(index_TK)
-        call = self.instrument.calls[self.layer.index]
         if not self.by_row:
             return None if self.position_E is None else (x_TD, self.position_E[index_TK], gates_TK)
         tokens, slots = index_TK.shape
@@ -370,7 +377,7 @@ class _LayerHooks:
         if not self.by_row:
             return None
         outputs_SD = self._answer(call, output)
-        counts_E = torch.bincount(call.expert_S, minlength=self.layer.expert_count)
+        counts_E = _rows_per_expert(call.expert_S, self.layer.expert_count)
         scores_TE, choice_TE = scores_and_choice(call.router.convention, call.router.logits_TE, call.router.bias_E)
         batch = TokenBatch(
             call.x_TD,
@@ -395,7 +402,7 @@ class _LayerHooks:
             return output
         outputs_SD = output.new_zeros(call.expert_S.shape[0], output.shape[-1])
         outputs_SD[call.own_S] = output[: call.own_S.shape[0]]
-        counts = torch.bincount(call.expert_S, minlength=self.layer.expert_count).tolist()
+        counts = _rows_per_expert(call.expert_S, self.layer.expert_count).tolist()
         valid_T = self.instrument.valid_T(output.device)
         start = 0
         for expert, count in enumerate(counts):
@@ -434,6 +441,13 @@ class _LayerHooks:
         counters.asked += self.filled_E[index_TK].sum()
 
 
+def _rows_per_expert(expert_S: Tensor, experts: int) -> Tensor:
+    """Rows of each expert ([E]); unlike `torch.bincount` it does not wait for a CUDA device."""
+    return torch.zeros(experts, dtype=torch.int64, device=expert_S.device).scatter_add_(
+        0, expert_S, torch.ones_like(expert_S)
+    )
+
+
 def _without_padding(batch: TokenBatch, valid_T: Tensor | None) -> TokenBatch:
     """The batch of the valid tokens only, renumbered."""
     if valid_T is None or bool(valid_T.all()):
@@ -451,6 +465,6 @@ def _without_padding(batch: TokenBatch, valid_T: Tensor | None) -> TokenBatch:
         expert_S=expert_S,
         token_S=new_token_T[batch.token_S[rows]],
         slot_S=batch.slot_S[rows],
-        counts_E=torch.bincount(expert_S, minlength=batch.counts_E.shape[0]),
+        counts_E=_rows_per_expert(expert_S, batch.counts_E.shape[0]),
         block_T=batch.block_T[valid_T],
     )

@@ -6,19 +6,24 @@ it returns knows the arm's identity but for the mask's digest, which is enough t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from prunebench.calibration import CalibrationSpec
+import torch
+
+from prunebench.calibration import CalibrationSpec, CalibrationTokens, tokens_of
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.evaluate import ENGINE_VERSION
 from prunebench.loader import (
     ModelSource,
+    content_root,
     load_method,
     load_method_class,
     load_suite,
@@ -30,11 +35,24 @@ from prunebench.mask import Budget, LayerShape, Mask, canonical_json, model_shap
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for, peek, weights_sha256
 from prunebench.routing import Convention, Scale
+from prunebench.storage import read_headers
 from prunebench.suite import Suite, suite_content
 
-__all__ = ["DEFAULT_SUITES", "ArmSpec", "PreparedArm", "local_folder", "matches", "prepare"]
+__all__ = [
+    "DEFAULT_SUITES",
+    "ArmSpec",
+    "PreparedArm",
+    "calibration_tokens",
+    "local_folder",
+    "matches",
+    "prepare",
+    "same_torch",
+]
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
+LONGEST_NAME = 160  # bytes of a folder's name; file systems take 255, and unfinished writes need some for themselves
+VOCABULARY_FILES = ("tokenizer", "vocab")  # .json, .model, .txt
+TOKENIZER_FILES = ("added_tokens", "merges", "special_tokens_map", "tokenizer", "tokenizer_config", "vocab")
 
 
 @dataclass(frozen=True)
@@ -94,7 +112,7 @@ class ArmSpec:
 
     @property
     def folder(self) -> str:
-        """A readable folder for the arm's run, `model/arm`, distinct for distinct arms of one track."""
+        """A readable folder for the arm's run, `model/arm`; `read_track` refuses arms that would share one."""
         if self.dense:
             name = "dense"
         else:
@@ -113,8 +131,9 @@ class ArmSpec:
             name = "-".join(part for part in parts if part)
         if self.limit is not None:
             name += f"-limit{self.limit}"
-        model = Path(self.model).name if Path(self.model).is_dir() else self.model.replace("/", "--")
-        return "/".join(re.sub(r"[^\w.=+-]+", "_", part) for part in (model, name))
+        # Resolved, so that "." and ".." are folders with names, and never parts of the path.
+        model = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model.replace("/", "--")
+        return f"{_file_name(model)}/{_file_name(name)}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -125,6 +144,14 @@ class ArmSpec:
         """Back from plain data."""
         fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
         return cls(**fields)
+
+
+def _file_name(text: str) -> str:
+    """A text as the name of one folder: no separators, not hidden, and not too long."""
+    name = re.sub(r"[^\w.=+-]+", "_", text).lstrip(".") or "_"
+    if len(name.encode()) > LONGEST_NAME:
+        name = f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
 
 
 @dataclass(frozen=True)
@@ -142,6 +169,7 @@ class PreparedArm:
         scale: overriding scale, or None.
         budget: how many experts go, or None.
         calibration: text and draw.
+        tokens: of the draw; None for a hub text, which is not fetched before it is needed.
         suites: loaded.
         known: the identity as far as it is known before the mask is.
     """
@@ -156,6 +184,7 @@ class PreparedArm:
     scale: Scale | None
     budget: Budget | None
     calibration: CalibrationSpec
+    tokens: CalibrationTokens | None
     suites: tuple[Suite, ...]
     known: dict[str, Any]
 
@@ -183,14 +212,81 @@ def local_folder(source: ModelSource) -> Path:
         ) from error
 
 
-@cache
-def _peek(folder: Path) -> tuple[tuple[LayerShape, ...], Convention]:
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def _stamp(*paths: Path) -> Stamp:
+    """Names, sizes and times of files: what is remembered of a file in this process holds while they do."""
+    found = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
+    return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
+
+
+@lru_cache(maxsize=32)
+def _peek(folder: Path, stamp: Stamp) -> tuple[tuple[LayerShape, ...], Convention]:
+    del stamp
     return peek(folder)
 
 
-@cache
-def _weights_sha256(folder: Path) -> str:
+@lru_cache(maxsize=32)
+def _weights_sha256(folder: Path, stamp: Stamp) -> str:
+    del stamp
     return weights_sha256(folder)
+
+
+@lru_cache(maxsize=32)
+def _tokenizer_sha256(folder: Path, stamp: Stamp) -> str:
+    """sha256 over names and bytes of a checkpoint's tokenizer files.
+
+    Raises:
+        UsageError: if there are none; transformers would make up an empty tokenizer.
+    """
+    del stamp
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.stem in TOKENIZER_FILES)
+    if not any(path.stem in VOCABULARY_FILES for path in files):
+        raise UsageError(
+            "the folder has no tokenizer", where=str(folder), expected="the model's tokenizer beside its weights"
+        )
+    digest = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=32)
+def _tokenizer(folder: Path, stamp: Stamp) -> Any:
+    del stamp
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise UsageError(
+            f"cannot load the tokenizer: {reason}",
+            where=str(folder),
+            expected="the model's tokenizer beside its weights",
+        ) from error
+
+
+def calibration_tokens(spec: CalibrationSpec, tokenizer: Any) -> CalibrationTokens:
+    """The tokens of a calibration draw."""
+    return tokens_of(spec, tokenizer, _world())
+
+
+def _world() -> Path:
+    return content_root() / "fixtures" / "world" / "calibration"
+
+
+@lru_cache(maxsize=32)
+def _local_tokens(spec: CalibrationSpec, folder: Path, stamp: Stamp, text_stamp: Stamp) -> CalibrationTokens:
+    del text_stamp
+    return calibration_tokens(spec, _tokenizer(folder, stamp))
+
+
+def _text_file(text: str) -> Path:
+    kind, _, rest = text.partition(":")
+    return _world() / f"{rest}.jsonl.gz" if kind == "world" else Path(rest)
 
 
 def prepare(spec: ArmSpec) -> PreparedArm:
@@ -204,9 +300,11 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     calibration = CalibrationSpec(spec.text, spec.blocks, spec.length, spec.draw)
     if spec.limit is not None and spec.limit < 1:
         raise UsageError(f"limit {spec.limit} is impossible", expected="at least 1 item per task")
-    suites = tuple(load_suite(name) for name in spec.suites)
-    if not suites:
-        raise UsageError("no suite to run", expected=", ".join(DEFAULT_SUITES), fix="give --suite")
+    if spec.batch_tokens < 1:
+        raise UsageError(f"{spec.batch_tokens} tokens per forward are impossible", expected="at least 1")
+    if spec.seed < 0:
+        raise UsageError(f"seed {spec.seed} is impossible", expected="0 or more")
+    suites = _suites(spec.suites)
     method = _method(spec.method, spec.parameters)
     operator = _method(spec.operator, spec.operator_parameters) or method
     scale = Scale.parse(spec.scale) if spec.scale is not None else None
@@ -214,7 +312,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     _check_combination(spec, method, operator, scale)
     source = resolve_model(spec.model)
     folder = local_folder(source)
-    shapes, convention = _peek(folder)
+    stamp = _stamp(*folder.iterdir())
+    shapes, convention = _peek(folder, stamp)
     if budget is not None:
         budget.check(shapes)
     mask = Mask.load(Path(spec.mask)) if spec.mask is not None else None
@@ -222,18 +321,24 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
+    read_headers(folder)  # whole safetensors, of which the record will state the bytes
+    tokenizer_sha256 = _tokenizer_sha256(folder, stamp)
+    tokens = None
+    if not spec.text.startswith("hub:"):
+        tokens = _local_tokens(calibration, folder, stamp, _stamp(_text_file(spec.text)))
     implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
     known: dict[str, Any] = {
         "engine": ENGINE_VERSION,
         "model": {
             "name": source.name,
-            "weights_sha256": _weights_sha256(folder),
+            "weights_sha256": _weights_sha256(folder, stamp),
+            "tokenizer_sha256": tokenizer_sha256,
             "shape": model_shape_text(shapes),
         },
         "method": _described(method),
         "operator": _described(operator, scale),
         "budget": budget.to_json() if budget is not None else None,
-        "calibration": None if operator is None else vars(calibration),
+        "calibration": None if operator is None else tokens.to_json() if tokens is not None else vars(calibration),
         "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in suites},
         "dtype": spec.dtype,
         "device": f"map:{spec.device_map}" if spec.device_map else spec.device.partition(":")[0],
@@ -248,14 +353,38 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         known["mask"] = None
     known = json.loads(canonical_json(known))  # tuples as lists, as a record has them
     return PreparedArm(
-        spec, folder, shapes, convention, method, mask, operator, scale, budget, calibration, suites, known
+        spec, folder, shapes, convention, method, mask, operator, scale, budget, calibration, tokens, suites, known
     )
+
+
+def _suites(names: tuple[str, ...]) -> tuple[Suite, ...]:
+    suites = tuple(load_suite(name) for name in names)
+    if not suites:
+        raise UsageError("no suite to run", expected=", ".join(DEFAULT_SUITES), fix="give --suite")
+    for number, suite in enumerate(suites):
+        if suite.name in {other.name for other in suites[:number]}:
+            raise UsageError(f"suite {suite.name} is named twice", expected="each suite once")
+    return suites
+
+
+@contextmanager
+def same_torch() -> Iterator[None]:
+    """Put back what a method's file may have set for the whole process; other arms must not depend on it."""
+    threads, dtype, gradients = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(gradients)
 
 
 def _method(name: str | None, parameters: tuple[str, ...]) -> Method | None:
     if name is None:
         return None
-    return load_method(name, parse_parameters(load_method_class(name), parameters))
+    with same_torch():
+        return load_method(name, parse_parameters(load_method_class(name), parameters))
 
 
 def _budget(spec: ArmSpec) -> Budget | None:
@@ -269,6 +398,13 @@ def _budget(spec: ArmSpec) -> Budget | None:
 def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | None, scale: Scale | None) -> None:
     """Refuse requests whose parts do not fit together."""
     budget = spec.ratio is not None or spec.keep is not None
+    for word, parameters, owner in (
+        ("parameter", spec.parameters, spec.method),
+        ("operator parameter", spec.operator_parameters, spec.operator),
+    ):
+        if parameters and owner is None:
+            wanted = "--method" if word == "parameter" else "--operator"
+            raise UsageError(f"{word} {parameters[0]!r} belongs to nothing", fix=f"give {wanted}, or leave it out")
     if spec.dense and (operator is not None or scale is not None or budget):
         raise UsageError("nothing says which experts go", fix="give --method or --mask, or leave the rest out (dense)")
     if spec.mask is not None and operator is None:

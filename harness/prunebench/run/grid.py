@@ -7,18 +7,21 @@ does, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.run.arm import ArmSpec, PreparedArm, prepare
-from prunebench.run.session import Progress, Session, finished
+from prunebench.run.session import Progress, Session, check_writable, finished
 from prunebench.run.track import Track
 
 __all__ = ["GridResult", "grid"]
@@ -59,12 +62,13 @@ def grid(
         progress: called with (what, done, total) inside an arm, where jobs is 1.
 
     Raises:
-        UsageError: if any arm is impossible; nothing has been run then.
+        UsageError: if any arm is impossible, or nothing can be written; nothing has been run then.
     """
     if jobs < 1:
         raise UsageError(f"{jobs} jobs", expected="at least 1")
     say = announce or (lambda _line: None)
     prepared = [_prepare(spec) for spec in track.arms]
+    check_writable(out)
     reused = tuple(arm.spec.folder for arm in prepared if finished(arm, out) is not None)
     open_arms = [arm for arm in prepared if arm.spec.folder not in reused]
     for folder in reused:
@@ -118,6 +122,7 @@ def _run_in_workers(
         waiting.put(arm)
     results: Results = []
     lock = threading.Lock()
+    crew = _Crew(out)
 
     def end(folder: str, reason: str | None, line: str) -> None:
         with lock:
@@ -126,48 +131,85 @@ def _run_in_workers(
 
     def serve() -> None:
         worker: subprocess.Popen[str] | None = None
-        try:
-            while True:
-                try:
-                    arm = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                if worker is None:
-                    worker = _start_worker(out)
-                reply = _ask(worker, arm.spec)
-                folder = arm.spec.folder
-                if reply is None:
-                    end(folder, "the worker died", f"FAILED {folder}: the worker died (out of memory?)")
-                    worker = None
-                elif "error" in reply:
-                    end(folder, reply["error"], f"FAILED {folder}: {reply['error']}")
-                else:
-                    end(folder, None, f"done {folder} in {float(reply['seconds']):.1f} s")
-        finally:
-            if worker is not None:
-                assert worker.stdin is not None
-                worker.stdin.close()
-                worker.wait()
+        while not crew.dismissed.is_set():
+            try:
+                arm = waiting.get_nowait()
+            except queue.Empty:
+                break
+            worker = worker or crew.hire()
+            folder = arm.spec.folder
+            reply = _ask(worker, arm.spec)
+            if crew.dismissed.is_set():
+                break
+            if reply is None:
+                died = crew.end(worker)
+                end(folder, died, f"FAILED {folder}: {died}")
+                worker = None
+            elif "error" in reply:
+                end(folder, reply["error"], f"FAILED {folder}: {reply['error']}")
+            else:
+                end(folder, None, f"done {folder} in {float(reply['seconds']):.1f} s")
+        if worker is not None:
+            crew.end(worker)
 
-    threads = [threading.Thread(target=serve, name=f"job {number}") for number in range(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(jobs, thread_name_prefix="job") as pool:
+        try:
+            for job in [pool.submit(serve) for _ in range(jobs)]:
+                job.result()
+        except BaseException:
+            crew.dismiss()
+            raise
     return sorted(results, key=lambda result: [arm.spec.folder for arm in arms].index(result[0]))
 
 
-def _start_worker(out: Path) -> subprocess.Popen[str]:
-    """A process that takes arms from its standard input until that is closed, which it also is if we are killed."""
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "prunebench.run.worker", str(out)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    except OSError as error:
-        raise PrerequisiteError("cannot start a worker", where=sys.executable, fix=str(error)) from error
+class _Crew:
+    """The workers that are alive, so that an interrupted grid can send all of them home."""
+
+    def __init__(self, out: Path) -> None:
+        self.dismissed = threading.Event()
+        self._out = out
+        self._alive: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+
+    def hire(self) -> subprocess.Popen[str]:
+        """A process that takes arms from its standard input until that is closed, which it also is if we are killed."""
+        with self._lock:
+            if self.dismissed.is_set():
+                raise UsageError("the grid was interrupted")
+            try:
+                worker = subprocess.Popen(
+                    [sys.executable, "-m", "prunebench.run.worker", str(self._out), str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    # A group of its own: Ctrl-C is for us, and we tell the workers.
+                    process_group=0,
+                )
+            except OSError as error:
+                raise PrerequisiteError("cannot start a worker", where=sys.executable, fix=str(error)) from error
+            self._alive.add(worker)
+        return worker
+
+    def end(self, worker: subprocess.Popen[str]) -> str:
+        """Close a worker's input, wait for its end and say how it ended."""
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            worker.stdin.close()
+        code = worker.wait()
+        worker.stdout.close()
+        with self._lock:
+            self._alive.discard(worker)
+        if code < 0:
+            return f"the worker was killed by signal {-code} (9 may mean: out of memory)"
+        return f"the worker died with exit code {code}"
+
+    def dismiss(self) -> None:
+        """Kill all; what they had not written is lost."""
+        with self._lock:
+            self.dismissed.set()
+            for worker in self._alive:
+                worker.kill()
 
 
 def _ask(worker: subprocess.Popen[str], spec: ArmSpec) -> dict[str, str] | None:

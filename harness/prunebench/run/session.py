@@ -7,12 +7,14 @@ content, so an interrupted grid resumes without repeating them.
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import importlib.metadata
 import os
 import platform
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,24 +27,24 @@ import numpy as np
 
 import prunebench
 from prunebench.analysis import metrics_from_items
-from prunebench.calibration import CalibrationTokens, ScoreResult, Statistic, score_pass, tokens_of
+from prunebench.calibration import CalibrationTokens, ScoreResult, Statistic, score_pass
 from prunebench.calibration.score import with_built_in
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy
 from prunebench.install import installed
 from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
-from prunebench.loader import content_root
+from prunebench.loader import content_root, source_of
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
 from prunebench.plan import Plan, layer_views, make_plan
 from prunebench.record import SCHEMA, Item, Run, items_to_table, read_run, run_id, write_run
 from prunebench.replacement import Constant, Zero
-from prunebench.run.arm import DEFAULT_SUITES, ArmSpec, PreparedArm, matches, prepare
+from prunebench.run.arm import DEFAULT_SUITES, ArmSpec, PreparedArm, calibration_tokens, matches, prepare, same_torch
 from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
 from prunebench.suite import Suite
 
-__all__ = ["Outcome", "Session", "finished", "run"]
+__all__ = ["Outcome", "Session", "check_writable", "finished", "run"]
 
 REPEATED_ITEMS = 8
 PACKAGES = ("torch", "transformers", "lm-eval", "numpy", "tokenizers", "safetensors")
@@ -96,10 +98,15 @@ class Session:
         folder = self.out / arm.spec.folder
         if (run := finished(arm, self.out)) is not None:
             return Outcome(folder, run, reused=True)
-        self._check_writable(folder)
+        check_writable(folder.parent)
+        self._check_free(folder)
+        with _naming_the_file(arm):
+            return self._execute(arm, folder)
+
+    def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()
         loaded = self._model(arm)
-        tokens = tokens_of(arm.calibration, loaded.tokenizer, content_root() / "fixtures" / "world" / "calibration")
+        tokens = arm.tokens or calibration_tokens(arm.calibration, loaded.tokenizer)
         plan, mask_source = self._plan(arm, loaded, tokens)
         checks = [self._empty_mask_proof(loaded, tokens)]
         if plan is not None:
@@ -132,17 +139,8 @@ class Session:
         if self.progress is not None:
             self.progress(what, done, total)
 
-    def _check_writable(self, folder: Path) -> None:
-        """Find out now, not after the evaluation, that the run cannot be written."""
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            probe = folder.parent / f".{os.getpid()}.probe"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UsageError(
-                "cannot write there", where=str(folder.parent), expected="a writable folder", fix=str(error)
-            ) from error
+    def _check_free(self, folder: Path) -> None:
+        """Find out now, not after the evaluation, that another run is in the way."""
         try:
             other = read_run(folder)
         except PruneBenchError:
@@ -161,6 +159,7 @@ class Session:
             # Let go of the old model first: two may not fit.
             self._loaded = None
             self._passes.clear()
+            self._proofs.clear()
             self._report(f"load {spec.model}", 0, 1)
             loaded = load_model(
                 spec.model,
@@ -183,8 +182,11 @@ class Session:
             mask, source = arm.mask, "file"
         else:
             assert arm.method is not None
-            mask, source = self._select(arm, arm.method, loaded, scores), arm.method.name
-        return make_plan(loaded.moe, mask, arm.operator, scores, scale=arm.scale), source
+            with same_torch():
+                mask, source = self._select(arm, arm.method, loaded, copy.deepcopy(scores)), arm.method.name
+        # Copies: what a method does to its statistics must not reach the next arm.
+        with same_torch():
+            return make_plan(loaded.moe, mask, arm.operator, copy.deepcopy(scores), scale=arm.scale), source
 
     def _select(self, arm: PreparedArm, method: Method, loaded: LoadedModel, scores: ScoreResult | None) -> Mask:
         assert arm.budget is not None
@@ -264,16 +266,18 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
     Args:
         out: records folder.
         progress: called with (what, done, total).
-        options: fields of `ArmSpec`; `model` is required. `ratio` may be a number.
+        options: fields of `ArmSpec`; `model` is required. `ratio` may be a number, and files may be paths.
 
     Example:
         >>> prunebench.run(model="tiny-olmoe", method="reap", ratio=0.5)  # doctest: +SKIP
     """
-    if options.get("ratio") is not None:
-        options["ratio"] = str(options["ratio"])
+    for name in ("model", "method", "mask", "operator", "ratio"):
+        if options.get(name) is not None:
+            options[name] = str(options[name])
     for name in ("suites", "parameters", "operator_parameters"):
         if name in options:
-            options[name] = tuple(options[name])
+            given = options[name]
+            options[name] = (given,) if isinstance(given, str) else tuple(map(str, given))
     options.setdefault("suites", DEFAULT_SUITES)
     try:
         spec = ArmSpec(**options)
@@ -440,8 +444,56 @@ def _lock(path: Path) -> Iterator[None]:
     """Hold `path`'s lock among processes; a killed holder lets go."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        file = path.with_suffix(".lock").open("w")
     except OSError as error:
-        raise UsageError("cannot write there", where=str(path.parent), expected="a writable folder") from error
+        raise _unwritable(path.parent, error) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def check_writable(folder: Path) -> None:
+    """Find out now, not after the evaluation, that nothing can be written; makes the folder.
+
+    Raises:
+        UsageError: with the system's reason.
+    """
+    probe = folder / f".{os.getpid()}.probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    return UsageError("cannot write there", where=str(folder), expected="a writable folder", fix=str(error))
+
+
+@contextmanager
+def _naming_the_file(arm: PreparedArm) -> Iterator[None]:
+    """Whatever an arm's method, operator or suite raises becomes one line with its file and line number.
+
+    An error that passed through a method's or an operator's code is theirs; one that passed through a suite is the
+    suite's unless it came up in prunebench itself, which then shows its traceback: a bug of ours.
+    """
+    try:
+        yield
+    except PruneBenchError:
+        raise
+    except (Exception, SystemExit) as error:
+        methods = {str(source_of(type(method)).path) for method in (arm.method, arm.operator) if method is not None}
+        suites = {str(suite.file) for suite in arm.suites}
+        package = str(Path(prunebench.__file__).parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [frame for frame in frames if frame.filename in methods]
+        if not places:
+            known = [frame for frame in frames if frame.filename in suites or frame.filename.startswith(package)]
+            places = [frame for frame in known[-1:] if frame.filename in suites]
+        if not places:
+            raise
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(
+            f"{type(error).__name__} in {places[-1].name}: {reason}", where=f"{places[-1].filename}:{places[-1].lineno}"
+        ) from error

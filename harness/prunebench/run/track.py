@@ -60,9 +60,19 @@ def _checked(data: Mapping[str, Any], keys: Mapping[str, type], where: str) -> M
             )
         if not isinstance(value, keys[key]) or isinstance(value, bool):
             raise UsageError(f"{key} is a {type(value).__name__}", where=where, expected=f"a {keys[key].__name__}")
-        if isinstance(value, list) and not value:
-            raise UsageError(f"{key} is empty", where=where, expected="at least one entry")
+        if isinstance(value, list):
+            _check_entries(key, value, where)
     return data
+
+
+def _check_entries(key: str, entries: list[Any], where: str) -> None:
+    if not entries:
+        raise UsageError(f"{key} is empty", where=where, expected="at least one entry")
+    kinds: tuple[type, ...] = {"keep": (int,), "ratios": (str, int, float)}.get(key, (str,))
+    for entry in entries:
+        if not isinstance(entry, kinds) or isinstance(entry, bool):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise UsageError(f"{key} holds {entry!r}", where=where, expected=f"entries of type {names}")
 
 
 def read_track(path: Path, **options: Any) -> Track:
@@ -116,6 +126,23 @@ def read_track(path: Path, **options: Any) -> Track:
                                 **shared,
                             )
                         )
-    if repeated := [arm.folder for number, arm in enumerate(arms) if arm in arms[:number]]:
-        raise UsageError(f"the track names {repeated[0]} twice", where=where)
+    _check_distinct(arms, where)
     return Track(track["name"], tuple(arms))
+
+
+def _check_distinct(arms: list[ArmSpec], where: str) -> None:
+    """Refuse an arm that is there already, and two arms whose runs would be written to one folder."""
+    first: dict[str, ArmSpec] = {}
+    for arm in arms:
+        other = first.setdefault(arm.folder, arm)
+        if other is arm:
+            continue
+        if other == arm:
+            raise UsageError(f"the track names {arm.folder} twice", where=where)
+        one, two = (f"{x.model} with {x.method}, {x.operator}" for x in (other, arm))
+        raise UsageError(
+            f"two arms would share the folder {arm.folder}",
+            where=where,
+            expected="files and models of different names",
+            fix=f"rename one: {one}; {two}",
+        )

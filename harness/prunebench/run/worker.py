@@ -1,4 +1,7 @@
-"""A grid's worker process: arms as JSON lines in, one JSON line per finished arm out; ends when its input does."""
+"""A grid's worker process: arms as JSON lines in, one JSON line per finished arm out; ends when its input does.
+
+Arguments: the records folder, and the process id of the grid, without which a worker does not go on.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 from prunebench.errors import PruneBenchError
@@ -21,7 +25,7 @@ def main() -> None:
     # Whatever a library prints must not mix with replies.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _end_with(os.getppid())
+    _end_with(int(sys.argv[2]))
     quiet_libraries()
     session = Session(Path(sys.argv[1]))
     for line in sys.stdin:
@@ -39,7 +43,7 @@ def _end_with(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            threading.Event().wait(1.0)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, name="watch the parent", daemon=True).start()

@@ -1,0 +1,135 @@
+"""Synthetic runs for tests: small, seeded, and valid in every field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prunebench.analysis import metrics_from_items
+from prunebench.mask import LayerMask, Mask
+from prunebench.record import Item, ItemTable, content_hash, items_to_table, run_id, write_run
+
+HEADLINE = {
+    "arithmetic": [["arithmetic", "strict", "exact_match"]],
+    "multiple_choice": [["recall", "none", "acc"], ["yes_no", "none", "acc"]],
+    "perplexity": [["stories", "none", "nll"]],
+}
+MASK = Mask("1:8x2 2:8x2", (LayerMask(1, 8, (0, 3, 5, 7)), LayerMask(2, 8, (1, 2, 4, 6))))
+
+
+def make_items(*, seed: int = 0, n: int = 20, skill: float = 0.7) -> list[Item]:
+    """n items per task of all three suites; `skill` is the chance of a right answer."""
+    rng = np.random.default_rng(seed)
+    items = []
+    cells = [(s, *cell) for s, cells in HEADLINE.items() for cell in cells]
+    cells += [
+        ("multiple_choice", "recall", "none", "acc_norm"),
+        ("arithmetic", "arithmetic", "flexible", "exact_match"),
+    ]
+    for suite, task, filter_name, metric in cells:
+        for i in range(n):
+            words = 5 + content_hash(f"{task}-{i}") % 20
+            loss = metric == "nll"
+            value = float(rng.gamma(4, words / (1 + 4 * skill))) if loss else float(rng.random() < skill)
+            items.append(
+                Item(
+                    *(suite, task, filter_name, f"{task}-{i:03d}"),
+                    doc_hash=content_hash(f"doc {task}-{i}"),
+                    prompt_hash=content_hash(f"prompt {task}-{i}"),
+                    metric=metric,
+                    value=value,
+                    weight=float(words) if loss else 1.0,
+                    state="ok" if loss or value else "wrong",
+                    detail=json.dumps({"answer": int(rng.integers(4))}),
+                )
+            )
+    return items
+
+
+def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]:
+    """A valid record for these items; `changes` set arm fields, and `limit`, `suites`, `integrity`, `volatile`."""
+    table = items if isinstance(items, ItemTable) else items_to_table(items)
+    dense = bool(changes.get("dense"))
+    arm: dict[str, Any] = {
+        "model": "tiny-olmoe",
+        "convention": "softmax, no renorm",
+        "mask": None if dense else "reap",
+        "operator": None if dense else "reroute",
+        "scale": None if dense else "trained",
+        "resolved_scale": None if dense else "keep",
+        "ratio": None if dense else 0.5,
+        "keep": None,
+        "draw": None if dense else "A",
+        "dense": dense,
+    }
+    arm |= {key: value for key, value in changes.items() if key in arm}
+    mask = None if dense else changes.get("mask_data", MASK)
+    headline = {suite: cells for suite, cells in HEADLINE.items() if suite in set(table.suite.tolist())}
+    limit = changes.get("limit")
+    identity: dict[str, Any] = {
+        "engine": 1,
+        "model": {
+            "name": arm["model"],
+            "weights_sha256": hashlib.sha256(arm["model"].encode()).hexdigest(),
+            "shape": MASK.model_shape,
+        },
+        "method": None if dense else {"name": arm["mask"], "version": 1, "file_sha256": "00", "parameters": {}},
+        "operator": None if dense else {k: arm.get(k, "00") for k in ("name", "file_sha256", "operator", "scale")},
+        "budget": None if dense else {"ratio": str(arm["ratio"])},
+        "mask": None if mask is None else {"digest": mask.digest + str(arm["mask"]), "source": arm["mask"]},
+        "calibration": None if dense else {"text": "world:general", "blocks": 4, "length": 8, "draw": arm["draw"]},
+        "suites": {suite: {"version": 1, "content": "c0ffee"} for suite in headline} | changes.get("suites", {}),
+        "dtype": "float32",
+        "device": "cpu",
+        "experts_implementation": "eager",
+        "batch_tokens": 1024,
+        "limit": limit,
+        "seed": 0,
+    }
+    parts = {"experts": 4_000_000 if dense else 2_000_000, "router": 1_000, "embeddings": 500_000}
+    default_integrity = [
+        {"check": "empty mask", "status": "pass", "detail": ""},
+        {"check": "stored values", "status": "not applicable", "detail": "no fills"},
+    ]
+    return {
+        "schema": 1,
+        "status": "complete" if limit is None else "partial",
+        "run_id": run_id(identity),
+        "identity": identity,
+        "arm": arm,
+        "metrics": metrics_from_items(table, headline),
+        "headline": headline,
+        "integrity": changes.get("integrity", default_integrity),
+        "storage": {"total": sum(parts.values()), "parts": parts},
+        "routing": {},
+        "mask": None if mask is None else mask.to_json(),
+        "tensors": {},
+        "provenance": {"prunebench": "0", "packages": {}, "git": {"revision": None, "dirty": None}},
+        "volatile": changes.get("volatile", {"seconds": 1.5}),
+    }
+
+
+def write(folder: Path, items: list[Item], **changes: Any) -> Path:
+    """Write a run and give its folder back."""
+    write_run(folder, make_record(items, **changes), items)
+    return folder
+
+
+def demo(records: Path, *, n: int = 20, model: str = "tiny-olmoe") -> None:
+    """The shape of the demo track: dense, and two masks under constant and two rerouting scales."""
+    write(records / f"{model}-dense", make_items(seed=1, n=n, skill=0.95), model=model, dense=True)
+    seed = 2
+    for mask in ("mone", "random"):
+        for operator, scale, resolved in (
+            ("constant", None, None),
+            ("reroute", "trained", "keep"),
+            ("reroute", "other", "renorm"),
+        ):
+            items = make_items(seed=seed, n=n, skill={"mone": 0.7, "random": 0.4}[mask] + 0.02 * seed)
+            arm = {"model": model, "mask": mask, "operator": operator, "scale": scale, "resolved_scale": resolved}
+            write(records / "-".join(filter(None, (model, mask, operator, scale))), items, **arm)
+            seed += 1

@@ -1,0 +1,339 @@
+"""A run folder is whole or absent, validated, and the same bytes for the same content."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prunebench import record as record_module
+from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.record import (
+    STATES,
+    Item,
+    comparable,
+    content_hash,
+    is_complete,
+    items_to_table,
+    read_items,
+    read_run,
+    run_id,
+    runs_under,
+    validate,
+    write_items,
+    write_run,
+)
+
+
+@pytest.fixture
+def items(factory):
+    return factory.make_items(n=6)
+
+
+@pytest.fixture
+def record(factory, items):
+    return factory.make_record(items)
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8)
+hashes = st.integers(0, 2**64 - 1)
+some_items = st.builds(
+    Item,
+    *(names, names, st.just("none"), names, hashes, hashes, names),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(1e-3, 1e6),
+    st.sampled_from(STATES),
+    st.dictionaries(names, st.integers()).map(json.dumps),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(some_items, max_size=8, unique_by=lambda item: item.key), st.randoms())
+def test_items_come_back_equal_and_sorted_in_the_same_bytes_from_any_order(tmp_path_factory, items, shuffler):
+    folder = tmp_path_factory.mktemp("items")
+    write_items(folder / "a", items)
+    assert list(read_items(folder / "a").items()) == sorted(items, key=lambda item: item.key)
+    shuffler.shuffle(items)
+    write_items(folder / "b", items)
+    assert (folder / "a").read_bytes() == (folder / "b").read_bytes()
+
+
+def test_columns_have_the_types_of_the_format(tmp_path, items):
+    write_items(tmp_path / "items.parquet", items)
+    schema = pq.read_schema(tmp_path / "items.parquet")
+    assert {name: str(schema.field(name).type) for name in schema.names} == {
+        **dict.fromkeys(("suite", "task", "filter", "item", "metric", "state", "detail"), "string"),
+        **dict.fromkeys(("doc_hash", "prompt_hash"), "uint64"),
+        **dict.fromkeys(("value", "weight"), "double"),
+    }
+
+
+def test_content_hash_is_64_bits_of_blake2b():
+    assert content_hash("añ") == int.from_bytes(hashlib.blake2b("añ".encode(), digest_size=8).digest(), "big")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("state", "fine", "unknown item state 'fine'"),
+        ("value", float("nan"), "finite"),
+        ("weight", 0.0, "weight above 0"),
+        ("doc_hash", 2**64, "64-bit"),
+        ("detail", "{", "not JSON"),
+        ("filter", "", "empty filter"),
+    ],
+)
+def test_an_impossible_item_is_refused(field, value, message):
+    good = {"suite": "s", "task": "t", "filter": "none", "item": "i", "doc_hash": 1, "prompt_hash": 2, "metric": "acc"}
+    with pytest.raises(UsageError, match=message):
+        Item(**(good | {"value": 1.0, field: value}))
+
+
+def test_two_outcomes_for_one_item_are_refused(items):
+    with pytest.raises(UsageError, match=r"two outcomes.*arithmetic-005"):
+        items_to_table([*items, items[-1]])
+
+
+def test_a_written_run_is_read_back_whole(tmp_path, record, items):
+    write_run(tmp_path / "deep" / "run", record, items)
+    run = read_run(tmp_path / "deep" / "run")
+    assert run.record == record
+    assert list(run.items.items()) == sorted(items, key=lambda item: item.key)
+    assert is_complete(run.path, record["run_id"])
+    assert not is_complete(run.path, "0" * 16)
+    assert not is_complete(tmp_path / "elsewhere", record["run_id"])
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["run"]
+
+
+def test_the_same_run_written_twice_gives_the_same_bytes(tmp_path, record, items):
+    shuffled = random.Random(3).sample(items, len(items))
+    write_run(tmp_path / "a", record, items)
+    write_run(tmp_path / "b", dict(reversed(record.items())), items_to_table(shuffled))
+    for name in ("record.json", "items.parquet"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_run_id_is_the_hash_of_the_identity_alone(factory, items, record):
+    text = json.dumps(record["identity"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert run_id(record["identity"]) == hashlib.sha256(text.encode()).hexdigest()[:16] == record["run_id"]
+    other = factory.make_record(items, volatile={"seconds": 99})
+    assert other != record
+    assert comparable(other) == comparable(record)
+    assert factory.make_record(items, mask="mone")["run_id"] != record["run_id"]
+
+
+def _without(key):
+    return lambda r: r.pop(key)
+
+
+BROKEN = {
+    "no such field": (_without("routing"), "lacks routing"),
+    "unknown field": (lambda r: r.update(extra=1), "unknown field extra"),
+    "other schema": (lambda r: r.update(schema=2), "schema 2"),
+    "wrong type": (lambda r: r.update(integrity={}), "integrity is dict; in record; expected list"),
+    "unknown status": (lambda r: r.update(status="done"), "status 'done'"),
+    "changed identity": (lambda r: r["identity"].update(seed=1), "is not its identity's"),
+    "identity gap": (lambda r: r["identity"].pop("dtype"), "identity lacks dtype"),
+    "arm gap": (lambda r: r["arm"].pop("draw"), "arm lacks draw"),
+    "limit not declared": (lambda r: r.update(status="partial"), "status partial with limit None"),
+    "infinite metric": (lambda r: r["metrics"]["perplexity"].update(value=float("inf")), "not plain JSON"),
+    "lone surrogate": (lambda r: r["arm"].update(model="\ud800"), "not plain JSON"),
+    "boolean metric": (lambda r: r["metrics"]["perplexity"].update(value=True), "metric perplexity"),
+    "reversed interval": (lambda r: r["metrics"]["perplexity"].update(low=1e9), "low ≤ high"),
+    "no suite metric": (lambda r: r["metrics"].pop("perplexity"), "no metric for suite perplexity"),
+    "headline": (lambda r: r["headline"].update(perplexity=[["a"]]), "headline of perplexity"),
+    "integrity": (lambda r: r["integrity"].append({"check": "x", "status": "maybe", "detail": ""}), "maybe"),
+    "storage sum": (lambda r: r["storage"].update(total=1), "storage total 1"),
+    "storage part": (lambda r: r["storage"]["parts"].update(heads=1), "storage parts"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_record_is_refused_in_one_line_and_nothing_is_written(tmp_path, record, items, case):
+    change, message = BROKEN[case]
+    broken = copy.deepcopy(record)
+    validate(broken)
+    change(broken)
+    with pytest.raises(UsageError) as caught:
+        write_run(tmp_path / "run", broken, items)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_run_is_replaced_only_on_request(tmp_path, factory, items, record):
+    write_run(tmp_path / "run", record, items)
+    write_run(tmp_path / "run", record, items)
+    other = factory.make_record(items, mask="mone")
+    with pytest.raises(UsageError, match=f"holds another run .{record['run_id']}"):
+        write_run(tmp_path / "run", other, items)
+    assert is_complete(tmp_path / "run", record["run_id"])
+    write_run(tmp_path / "run", other, items, replace=True)
+    assert is_complete(tmp_path / "run", other["run_id"])
+
+
+def test_replacing_works_where_folders_cannot_be_exchanged(tmp_path, monkeypatch, factory, items, record):
+    monkeypatch.setattr(record_module, "_exchange", lambda left, right: False)
+    write_run(tmp_path / "run", record, items)
+    other = factory.make_record(items, mask="mone")
+    write_run(tmp_path / "run", other, items, replace=True)
+    assert is_complete(tmp_path / "run", other["run_id"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_old_run_that_lost_its_place_is_brought_back(tmp_path, factory, items, record):
+    write_run(tmp_path / "run", record, items)
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (tmp_path / "run").rename(tmp_path / f".run.{int(gone.stdout)}.old")
+    (tmp_path / f".run.{int(gone.stdout)}.tmp").mkdir()
+    bad = factory.make_items(n=1)
+    with pytest.raises(UsageError, match="holds another run"):
+        write_run(tmp_path / "run", factory.make_record(bad, mask="mone"), bad)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert is_complete(tmp_path / "run", record["run_id"])
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path, record, items):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("precious")
+    with pytest.raises(UsageError, match=r"holds other things .thesis.tex"):
+        write_run(tmp_path / "home", record, items, replace=True)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "precious"
+
+
+def test_an_unwritable_place_is_one_line(tmp_path, record, items):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write the run") as caught:
+        write_run(tmp_path / "file" / "run", record, items)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="is a file"):
+        write_run(tmp_path / "file", record, items)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+HALVES = {
+    "no record": lambda folder: (folder / "record.json").unlink(),
+    "no items": lambda folder: (folder / "items.parquet").unlink(),
+    "cut record": lambda folder: _cut(folder / "record.json"),
+    "nothing": lambda folder: [path.unlink() for path in folder.iterdir()],
+    "not a record": lambda folder: (folder / "record.json").write_text("[]"),
+    "edited": lambda folder: (folder / "record.json").write_text('{"schema": 1}'),
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_a_half_written_run_is_one_line_listed_and_replaced(tmp_path, record, items, case):
+    write_run(tmp_path / "whole", record, items)
+    write_run(tmp_path / "sub" / "half", record, items)
+    HALVES[case](tmp_path / "sub" / "half")
+    with pytest.raises(PrerequisiteError, match="half-written run folder") as caught:
+        read_run(tmp_path / "sub" / "half")
+    assert "\n" not in str(caught.value)
+    assert not is_complete(tmp_path / "sub" / "half", record["run_id"])
+    listing = runs_under(tmp_path)
+    assert listing.runs == (tmp_path / "whole",)
+    assert [one.path for one in listing.left_out] == [tmp_path / "sub" / "half"]
+    assert str(tmp_path) not in listing.left_out[0].reason
+    write_run(tmp_path / "sub" / "half", record, items)
+    assert is_complete(tmp_path / "sub" / "half", record["run_id"])
+
+
+def test_damaged_items_are_one_line(tmp_path, record, items):
+    write_run(tmp_path / "run", record, items)
+    _cut(tmp_path / "run" / "items.parquet")
+    with pytest.raises(PrerequisiteError, match="cannot read the items"):
+        read_run(tmp_path / "run")
+    assert not is_complete(tmp_path / "run", record["run_id"])
+
+
+def test_a_foreign_table_is_refused(tmp_path, record, items):
+    write_run(tmp_path / "run", record, items)
+    table = pq.read_table(tmp_path / "run" / "items.parquet")
+    pq.write_table(table.drop_columns(["weight"]), tmp_path / "run" / "items.parquet")
+    with pytest.raises(PrerequisiteError, match="not an items file"):
+        read_run(tmp_path / "run")
+
+
+def test_missing_folders_are_one_line(tmp_path):
+    with pytest.raises(UsageError, match="no such run folder"):
+        read_run(tmp_path / "no")
+    with pytest.raises(UsageError, match="no such folder"):
+        runs_under(tmp_path / "no")
+
+
+def test_unfinished_writes_are_not_listed(tmp_path, record, items):
+    write_run(tmp_path / "run", record, items)
+    (tmp_path / ".other.1.tmp").mkdir()
+    assert runs_under(tmp_path) == record_module.RunListing((tmp_path / "run",), ())
+
+
+WRITER = """
+import json, sys
+from pathlib import Path
+from prunebench.record import read_run, write_run
+source = [read_run(Path(p)) for p in sys.argv[2:4]]
+print("ready", flush=True)
+while True:
+    for run in source:
+        write_run(Path(sys.argv[1]), run.record, run.items, replace=True)
+"""
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_sigkill_at_any_moment_leaves_a_whole_run_or_none(tmp_path, factory, existing):
+    for seed, name in enumerate(("a", "b")):
+        factory.write(tmp_path / "source" / name, factory.make_items(seed=seed, n=4), mask=name)
+    whole = {run.record["run_id"]: run for run in map(read_run, runs_under(tmp_path / "source").runs)}
+    chance = random.Random(0)
+    target = tmp_path / "out" / "run"
+    command = [
+        sys.executable,
+        "-c",
+        WRITER,
+        str(target),
+        str(tmp_path / "source" / "a"),
+        str(tmp_path / "source" / "b"),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(record_module.__file__).parents[1])}
+    for _ in range(5):
+        shutil.rmtree(target, ignore_errors=True)
+        if existing:
+            factory.write(target, factory.make_items(seed=0, n=4), mask="a")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
+            writer.stdout.readline()
+            time.sleep(chance.uniform(0, 0.05))
+            writer.send_signal(signal.SIGKILL)
+        if existing or target.exists():
+            run = read_run(target)
+            wanted = whole[run.record["run_id"]]
+            assert run.record == wanted.record
+            assert np.array_equal(run.items.value, wanted.items.value)
+    if not target.exists():
+        factory.write(target, factory.make_items(seed=0, n=4), mask="a")
+    last = read_run(target)
+    write_run(target, last.record, last.items)
+    assert [path.name for path in target.parent.iterdir()] == ["run"], "leftovers of killed writers are cleared"
+
+
+def test_importing_records_takes_no_heavy_package():
+    code = "import sys, prunebench.record; print(sorted({'torch', 'transformers', 'pyarrow'} & set(sys.modules)))"
+    environment = os.environ | {"PYTHONPATH": str(Path(record_module.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "[]"
