@@ -139,6 +139,18 @@ def _capture(moe: MoEModel, ids_BL: Tensor) -> tuple[dict[int, tuple[Any, ...]],
     return inputs, calls
 
 
+def _rounding_of_ratios(call: RouterCall, index_TK: Tensor) -> Tensor:
+    """How far apart the ratios of one token's slots may be by rounding alone ([T]).
+
+    Each gate was rounded once to its dtype: two roundings on either side of a ratio. The router's own gates also carry
+    the error of its float32 scores: a few units in the last place, and for a softmax half a unit of the difference to
+    the largest logit, which goes into an exponential.
+    """
+    logits_TE = call.logits_TE.double()
+    depth_T = logits_TE.amax(-1) - logits_TE.gather(1, index_TK).amin(-1)
+    return 4 * torch.finfo(call.gates_TK.dtype).eps + (4 + depth_T) * torch.finfo(torch.float32).eps
+
+
 def check_one_ratio(
     calls: Mapping[int, RouterCall], programs: Mapping[int, LayerProgram], expert_counts: Mapping[int, int]
 ) -> Check:
@@ -162,10 +174,10 @@ def check_one_ratio(
         positive_TK = (keep_gates_TK >= smallest) & (renorm_gates_TK >= smallest)
         ratio_TK = torch.where(positive_TK, keep_gates_TK.double() / renorm_gates_TK.double(), torch.nan)
         middle_T1 = ratio_TK.nanmedian(dim=-1, keepdim=True).values
-        spread = float(torch.nan_to_num((ratio_TK / middle_T1 - 1).abs()).max())
+        spread_T = torch.nan_to_num((ratio_TK / middle_T1 - 1).abs()).amax(-1)
+        spread = float(spread_T.max())
         worst, seen = max(worst, spread), seen + call.index_TK.shape[0]
-        # Each gate was rounded once to its dtype; two roundings on either side of the ratio.
-        if spread > 4 * torch.finfo(call.gates_TK.dtype).eps:
+        if bool((spread_T > _rounding_of_ratios(call, keep_TK)).any()):
             faults.append(f"layer {index}: keep / renorm varies by {spread:.2g} within a token")
     if not seen:
         return Check("keep and renorm differ by one scalar", "not applicable", "no slot is refilled")

@@ -238,10 +238,9 @@ class Session:
 
     def _empty_mask_proof(self, loaded: LoadedModel, tokens: CalibrationTokens) -> Check:
         """Check 1, once per loaded model and calibration text."""
-        key = f"{id(loaded)} {tokens.fingerprint}"
-        if key not in self._proofs:
-            self._proofs[key] = check_empty_mask(loaded.moe, tokens.ids_BL[:8])
-        return self._proofs[key]
+        if tokens.fingerprint not in self._proofs:
+            self._proofs[tokens.fingerprint] = check_empty_mask(loaded.moe, tokens.ids_BL[:8])
+        return self._proofs[tokens.fingerprint]
 
     def _evaluate(
         self, arm: PreparedArm, loaded: LoadedModel, plan: Plan | None
