@@ -169,6 +169,8 @@ def check_one_ratio(
             faults.append(f"layer {index}: the two scales pick different experts")
         if not torch.equal(keep_gates_TK[survivor_TK], call.gates_TK[survivor_TK]):
             faults.append(f"layer {index}: a survivor's gate changed under keep")
+        if not (torch.isfinite(keep_gates_TK).all() and torch.isfinite(renorm_gates_TK).all()):
+            faults.append(f"layer {index}: a gate is not a number")
         # Below the smallest normal number a gate has lost digits, and a ratio says nothing.
         smallest = torch.finfo(call.gates_TK.dtype).tiny
         positive_TK = (keep_gates_TK >= smallest) & (renorm_gates_TK >= smallest)

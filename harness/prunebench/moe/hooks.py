@@ -231,7 +231,7 @@ class Instrument:
         return self
 
     def _attach(self, layer: MoELayer) -> None:
-        for hook in layer.experts._forward_hooks.values():
+        for hook in layer.experts._forward_hooks.values():  # noqa: SLF001  torch has no public list of hooks
             other = getattr(hook, "__self__", None)
             if isinstance(other, _LayerHooks) and other.by_row:
                 raise UsageError(
@@ -408,7 +408,14 @@ class _LayerHooks:
         for expert, count in enumerate(counts):
             if count and expert in self.fills:
                 token_S = call.token_S[start : start + count]
-                outputs_SD[start : start + count] = self.fills[expert](call.x_TD[token_S]).to(output.dtype)
+                answer_SD = self.fills[expert](call.x_TD[token_S])
+                if answer_SD.shape != (count, output.shape[-1]):
+                    raise UsageError(
+                        f"the fill of expert {expert} answers with shape {tuple(answer_SD.shape)}",
+                        where=self.layer.name,
+                        expected=f"{(count, output.shape[-1])}, one output per row",
+                    )
+                outputs_SD[start : start + count] = answer_SD.to(output.dtype)
                 self.counters.answered += count if valid_T is None else valid_T[token_S].sum()
             start += count
         return outputs_SD

@@ -1,0 +1,28 @@
+"""Settings for all tests: hypothesis profiles, and no network and one thread even outside tox."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Before anything imports torch or a hub client; tox.ini sets the same.
+for variable, value in {
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(variable, value)
+
+# No deadlines: a first call into torch takes seconds on a loaded machine and says nothing about the rule under test.
+_SLOW_IS_FINE = [HealthCheck.too_slow]
+settings.register_profile("dev", deadline=None, max_examples=20, suppress_health_check=_SLOW_IS_FINE)
+# The same examples on every run: a red build is then about the change, and can be repeated.
+settings.register_profile(
+    "ci", deadline=None, max_examples=40, derandomize=True, print_blob=True, suppress_health_check=_SLOW_IS_FINE
+)
+settings.register_profile(
+    "nightly", deadline=None, max_examples=500, print_blob=True, suppress_health_check=_SLOW_IS_FINE
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))

@@ -1,0 +1,51 @@
+"""Content files import only what is promised to stay, and the package only what it declares."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import prunebench
+
+ROOT = Path(__file__).parents[2]
+CONTENT = [*sorted((ROOT / "methods").glob("*.py")), *sorted((ROOT / "suites").glob("*.py"))]
+PACKAGE = sorted((ROOT / "harness/prunebench").rglob("*.py"))
+DISTRIBUTION_OF = {"yaml": "pyyaml"}  # others differ by a hyphen at most
+
+
+def imports(file: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(module, names) of every import statement, wherever it stands; `import x` has no names."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ".", tuple(alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("file", CONTENT, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_content_files_import_public_names_torch_numpy_and_the_standard_library(file):
+    for module, names in imports(file):
+        top = module.partition(".")[0]
+        assert top in {"prunebench", "torch", "numpy"} | sys.stdlib_module_names, f"{file.name} imports {module}"
+        if top == "prunebench":
+            assert module == "prunebench", f"{file.name} imports from {module}; import the public name from prunebench"
+            assert set(names) <= set(prunebench.__all__), f"{file.name} imports a name that is not public"
+
+
+def test_every_third_party_import_of_the_package_is_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = project["dependencies"] + [
+        r for extra in ("code", "gpu") for r in project["optional-dependencies"][extra]
+    ]
+    declared = {re.split(r"[<>=!~ \[]", requirement)[0] for requirement in requirements}
+    used = {module.partition(".")[0]: file.relative_to(ROOT) for file in PACKAGE for module, _ in imports(file)}
+    third_party = {top: file for top, file in used.items() if top not in sys.stdlib_module_names | {"prunebench"}}
+    needed = {DISTRIBUTION_OF.get(top, top).replace("_", "-"): file for top, file in third_party.items()}
+    missing = {name: file for name, file in needed.items() if name not in declared}
+    assert not missing, f"not declared in pyproject.toml: {missing}"
