@@ -7,6 +7,7 @@ is cached by content (weights, tokens, statistics, dtype, implementation) and th
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import save
 
 from prunebench.calibration.statistics import BUILT_IN, Count, Statistic
 from prunebench.calibration.text import CalibrationTokens
-from prunebench.errors import IntegrityError
+from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
 
@@ -74,7 +75,19 @@ class ScoreResult:
 def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
     """The asked statistics and every built-in one: a pass costs much the same, and then serves all methods."""
     named: dict[str, Statistic] = {kind.name: kind() for kind in BUILT_IN}
-    named.update({statistic.name: statistic for statistic in statistics})
+    for statistic in statistics:
+        if not re.fullmatch(r"\w+", statistic.name):
+            raise UsageError(
+                f"statistic name {statistic.name!r}", where=type(statistic).__name__, expected="letters, digits and _"
+            )
+        known = named.get(statistic.name)
+        if known is not None and type(known) is not type(statistic):
+            raise UsageError(
+                f"two statistics are named {statistic.name!r}",
+                where=type(statistic).__name__,
+                fix="give yours another name",
+            )
+        named[statistic.name] = statistic
     return tuple(named.values())
 
 

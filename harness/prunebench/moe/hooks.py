@@ -204,6 +204,11 @@ class Instrument:
     ) -> None:
         self.moe = moe
         self.programs = dict(programs or {})
+        if unknown := sorted(set(self.programs) - {layer.index for layer in moe.layers}):
+            raise UsageError(
+                f"a program for layer {unknown[0]}, which is no MoE layer",
+                expected=", ".join(str(layer.index) for layer in moe.layers),
+            )
         self.observer = observer
         self.force = force
         self.counters: dict[int, LayerCounters] = {}
@@ -306,6 +311,8 @@ class _LayerHooks:
         self.blocked_E = flags(program.blocked)
         self.filled_E = flags(tuple(program.fills))
         self.fills = {expert: fill.to(device).eval() for expert, fill in sorted(program.fills.items())}
+        # A fill computes in the dtype that it stores, whatever the model's is.
+        self.fill_dtypes = {expert: _stored_dtype(fill) for expert, fill in self.fills.items()}
         self.position_E: Tensor | None = None
         if program.positions is not None:
             self.position_E = torch.zeros(layer.expert_count, dtype=torch.int64, device=device)
@@ -408,7 +415,7 @@ class _LayerHooks:
         for expert, count in enumerate(counts):
             if count and expert in self.fills:
                 token_S = call.token_S[start : start + count]
-                answer_SD = self.fills[expert](call.x_TD[token_S])
+                answer_SD = self.fills[expert](call.x_TD[token_S].to(self.fill_dtypes[expert]))
                 if answer_SD.shape != (count, output.shape[-1]):
                     raise UsageError(
                         f"the fill of expert {expert} answers with shape {tuple(answer_SD.shape)}",
@@ -446,6 +453,11 @@ class _LayerHooks:
         counters.slots += index_TK.numel()
         counters.reached_pruned += self.blocked_E[index_TK].sum()
         counters.asked += self.filled_E[index_TK].sum()
+
+
+def _stored_dtype(fill: nn.Module) -> torch.dtype | None:
+    """The dtype of a fill's first floating tensor; None (leave as it is) if it stores none."""
+    return next((t.dtype for t in fill.state_dict().values() if t.is_floating_point()), None)
 
 
 def _rows_per_expert(expert_S: Tensor, experts: int) -> Tensor:
