@@ -1,6 +1,6 @@
 """Score pass and integrity of a random 1–2 B OLMoE on one device, with figures: `gpu_smoke.sh` runs it.
 
-Prints: build time, plain forward and observed forward (seconds, tokens/s, ratio), every integrity check of a constant and
+Prints: build time, plain and observed forward (seconds, tokens/s, ratio), every integrity check of a constant and
 of a rerouting arm, the cost of their forwards, and peak memory.
 """
 

@@ -112,7 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show α is no reason to fail
-    options = _parser().parse_args(arguments)
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as ended:  # with an error of its own, or after --help and --version
+        _write()
+        return int(ended.code or 0)
     verbs = {
         "list": _list,
         "run": _run,
@@ -125,18 +129,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What a method or a library prints is not the result.
         with contextlib.redirect_stdout(sys.stderr):
             code, data, text = verbs[options.verb](options)
-        print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text, flush=True)
-        return code
     except PruneBenchError as error:
         print(f"prunebench {options.verb}: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output has gone; nothing is wrong with us.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         print(f"prunebench {options.verb}: interrupted; finished runs are kept", file=sys.stderr)
         return 130
+    _write(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text)
+    return code
+
+
+def _write(*texts: str) -> None:
+    """Print and flush; that the reader of our output has gone is no fault of ours."""
+    try:
+        print(*texts, sep="\n", end="\n" if texts else "", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:

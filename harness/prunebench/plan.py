@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +24,12 @@ from prunebench.calibration import ScoreResult
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.loader import load_method_class, source_of
 from prunebench.mask import Mask, canonical_json, write_atomically
-from prunebench.method import LayerView, Method, Replacements, Statistics
+from prunebench.method import LayerView, Method, Replacements, Routing, Statistics
 from prunebench.moe import MoEModel
 from prunebench.replacement import Fill
 from prunebench.routing import Scale
+
+_Answer = TypeVar("_Answer")
 
 __all__ = ["FillPlan", "LayerPlan", "Plan", "layer_views", "make_plan"]
 
@@ -74,10 +76,18 @@ class FillPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: which pruned experts are filled and how, and the resolved scale for slots that are refilled."""
+    """One layer: which pruned experts are filled and how, and the scale for slots that are refilled.
+
+    Args:
+        index: of the layer in the model.
+        fills: expert id -> fill.
+        asked: the scale as the operator, or the caller, asked for it.
+        scale: what that resolves to for this router.
+    """
 
     index: int
     fills: Mapping[int, FillPlan]
+    asked: str
     scale: str
 
 
@@ -140,6 +150,7 @@ class Plan:
             "layers": [
                 {
                     "index": layer.index,
+                    "asked": layer.asked,
                     "scale": layer.scale,
                     "fills": {str(e): {**vars(fill), "config": dict(fill.config)} for e, fill in layer.fills.items()},
                 }
@@ -160,7 +171,9 @@ class Plan:
                 data = json.loads((file.metadata() or {})["plan"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
             layers = tuple(
-                LayerPlan(x["index"], {int(e): FillPlan(**fill) for e, fill in x["fills"].items()}, x["scale"])
+                LayerPlan(
+                    x["index"], {int(e): FillPlan(**fill) for e, fill in x["fills"].items()}, x["asked"], x["scale"]
+                )
                 for x in data["layers"]
             )
             mask, declared = data["mask"], dict(data["declared"])
@@ -201,7 +214,9 @@ def make_plan(
     stored: dict[str, int] = {}
     for view in layer_views(moe, scores, declared, f"{operator.name}.replace_needs"):
         pruned = mask.pruned_of(view.index)
-        answer = operator.replace(view, pruned) if pruned else Replacements()
+        answer = Replacements()
+        if pruned:
+            answer = _expected(operator.replace(view, pruned), Replacements, f"{operator.name}.replace")
         where = f"{operator.name}.replace, layer {view.index}"
         if stray := sorted(set(answer.fills) - set(pruned)):
             raise UsageError(f"a fill for expert {stray[0]}, which is not pruned", where=where, expected=f"{pruned}")
@@ -211,8 +226,8 @@ def make_plan(
             stored[f"{view.index}/{expert}"] = fill.values_stored()
             for name, tensor in fill.state_dict().items():
                 tensors[f"{view.index}/{expert}/{name}"] = tensor.detach().cpu().clone().contiguous()
-        wanted = scale or Scale.parse(operator.route(view, pruned).scale)
-        layers.append(LayerPlan(view.index, fills, str(wanted.resolve(view.convention))))
+        wanted = scale or Scale.parse(_expected(operator.route(view, pruned), Routing, f"{operator.name}.route").scale)
+        layers.append(LayerPlan(view.index, fills, str(wanted), str(wanted.resolve(view.convention))))
     plan = Plan(mask, tuple(layers), tensors, stored)
     if scale is not None and plan.keeps_slots:
         raise UsageError(
@@ -221,6 +236,13 @@ def make_plan(
             fix="leave --scale out: this operator keeps every slot and its gate",
         )
     return plan
+
+
+def _expected(answer: object, kind: type[_Answer], where: str) -> _Answer:
+    """A method's answer, if it is of the right kind."""
+    if not isinstance(answer, kind):
+        raise UsageError(f"it returned a {type(answer).__name__}", where=where, expected=f"prunebench.{kind.__name__}")
+    return answer
 
 
 def _describe(fill: Fill, operator: Method, where: str) -> FillPlan:

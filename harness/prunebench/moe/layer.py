@@ -171,7 +171,7 @@ def _is_module(value: object) -> bool:
     return isinstance(value, nn.Module)
 
 
-def find_layers(model: nn.Module) -> tuple[MoELayer, ...]:
+def find_layers(model: nn.Module, *, where: str = "") -> tuple[MoELayer, ...]:
     """A model's MoE layers by increasing index, not yet proven; the model may be on the meta device.
 
     Raises:
@@ -180,7 +180,9 @@ def find_layers(model: nn.Module) -> tuple[MoELayer, ...]:
     layers = tuple(sorted(_blocks(model), key=lambda layer: layer.index))
     if not layers:
         raise UsageError(
-            f"{type(model).__name__} has no MoE layers", expected="blocks with experts and a gate or router"
+            f"{type(model).__name__} has no MoE layers",
+            where=where,
+            expected="blocks with experts and a gate or router",
         )
     first = layers[0]
     for layer in layers[1:]:

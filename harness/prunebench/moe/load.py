@@ -84,7 +84,7 @@ def peek(folder: Path) -> tuple[tuple[LayerShape, ...], Convention]:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise UsageError("not a causal language model", where=str(folder), fix=_first_line(error)) from error
-    layers = find_layers(model)
+    layers = find_layers(model, where=str(folder))
     return tuple(layer.shape for layer in layers), layers[0].convention
 
 

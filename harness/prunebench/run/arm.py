@@ -9,32 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from prunebench.calibration import CalibrationSpec, CalibrationTokens, tokens_of
-from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.calibration import CalibrationSpec, CalibrationTokens
+from prunebench.errors import UsageError
 from prunebench.evaluate import ENGINE_VERSION
-from prunebench.loader import (
-    ModelSource,
-    content_root,
-    load_method,
-    load_method_class,
-    load_suite,
-    parse_parameters,
-    resolve_model,
-    source_of,
-)
+from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
 from prunebench.mask import Budget, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
-from prunebench.moe import check_device, experts_implementation_for, peek, weights_sha256
+from prunebench.moe import check_device, experts_implementation_for
 from prunebench.routing import Convention, Scale
+from prunebench.run.foreign import same_torch
+from prunebench.run.sources import ModelFiles
 from prunebench.storage import read_headers
 from prunebench.suite import Suite, suite_content
 
@@ -42,17 +31,12 @@ __all__ = [
     "DEFAULT_SUITES",
     "ArmSpec",
     "PreparedArm",
-    "calibration_tokens",
-    "local_folder",
     "matches",
     "prepare",
-    "same_torch",
 ]
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
 LONGEST_NAME = 160  # bytes of a folder's name; file systems take 255, and unfinished writes need some for themselves
-VOCABULARY_FILES = ("tokenizer", "vocab")  # .json, .model, .txt
-TOKENIZER_FILES = ("added_tokens", "merges", "special_tokens_map", "tokenizer", "tokenizer_config", "vocab")
 
 
 @dataclass(frozen=True)
@@ -189,106 +173,6 @@ class PreparedArm:
     known: dict[str, Any]
 
 
-def local_folder(source: ModelSource) -> Path:
-    """The folder of a model's files; a hub id is downloaded, or found in the hub's cache when offline.
-
-    Raises:
-        PrerequisiteError: if the hub has no such model, or cannot be reached.
-    """
-    if source.path is not None:
-        return source.path
-    from huggingface_hub import snapshot_download
-
-    assert source.repo is not None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(source.repo, revision=source.revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise PrerequisiteError(
-            f"cannot fetch the model ({type(error).__name__})",
-            where=source.repo,
-            expected="a hub id that can be reached, or is in the hub's cache",
-            fix="download it first, or give --model a local folder",
-        ) from error
-
-
-Stamp = tuple[tuple[str, int, int], ...]
-
-
-def _stamp(*paths: Path) -> Stamp:
-    """Names, sizes and times of files: what is remembered of a file in this process holds while they do."""
-    found = [(path, path.stat()) for path in sorted(paths) if path.is_file()]
-    return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
-
-
-@lru_cache(maxsize=32)
-def _peek(folder: Path, stamp: Stamp) -> tuple[tuple[LayerShape, ...], Convention]:
-    del stamp
-    return peek(folder)
-
-
-@lru_cache(maxsize=32)
-def _weights_sha256(folder: Path, stamp: Stamp) -> str:
-    del stamp
-    return weights_sha256(folder)
-
-
-@lru_cache(maxsize=32)
-def _tokenizer_sha256(folder: Path, stamp: Stamp) -> str:
-    """sha256 over names and bytes of a checkpoint's tokenizer files.
-
-    Raises:
-        UsageError: if there are none; transformers would make up an empty tokenizer.
-    """
-    del stamp
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.stem in TOKENIZER_FILES)
-    if not any(path.stem in VOCABULARY_FILES for path in files):
-        raise UsageError(
-            "the folder has no tokenizer", where=str(folder), expected="the model's tokenizer beside its weights"
-        )
-    digest = hashlib.sha256()
-    for path in files:
-        content = path.read_bytes()
-        digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
-@lru_cache(maxsize=32)
-def _tokenizer(folder: Path, stamp: Stamp) -> Any:
-    del stamp
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise UsageError(
-            f"cannot load the tokenizer: {reason}",
-            where=str(folder),
-            expected="the model's tokenizer beside its weights",
-        ) from error
-
-
-def calibration_tokens(spec: CalibrationSpec, tokenizer: Any) -> CalibrationTokens:
-    """The tokens of a calibration draw."""
-    return tokens_of(spec, tokenizer, _world())
-
-
-def _world() -> Path:
-    return content_root() / "fixtures" / "world" / "calibration"
-
-
-@lru_cache(maxsize=32)
-def _local_tokens(spec: CalibrationSpec, folder: Path, stamp: Stamp, text_stamp: Stamp) -> CalibrationTokens:
-    del text_stamp
-    return calibration_tokens(spec, _tokenizer(folder, stamp))
-
-
-def _text_file(text: str) -> Path:
-    kind, _, rest = text.partition(":")
-    return _world() / f"{rest}.jsonl.gz" if kind == "world" else Path(rest)
-
-
 def prepare(spec: ArmSpec) -> PreparedArm:
     """Resolve and check an arm; reads no weights but for their digest.
 
@@ -297,6 +181,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         PrerequisiteError: a missing device, file or hub model.
     """
     check_device(spec.device, spec.dtype)
+    if spec.device.partition(":")[0] not in {"cpu", "cuda"}:
+        raise UsageError(f"device {spec.device!r} is not supported", expected="cpu, cuda or cuda:N")
     calibration = CalibrationSpec(spec.text, spec.blocks, spec.length, spec.draw)
     if spec.limit is not None and spec.limit < 1:
         raise UsageError(f"limit {spec.limit} is impossible", expected="at least 1 item per task")
@@ -311,9 +197,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     budget = _budget(spec)
     _check_combination(spec, method, operator, scale)
     source = resolve_model(spec.model)
-    folder = local_folder(source)
-    stamp = _stamp(*folder.iterdir())
-    shapes, convention = _peek(folder, stamp)
+    files = ModelFiles.of(source)
+    shapes, convention = files.peek()
     if budget is not None:
         budget.check(shapes)
     mask = Mask.load(Path(spec.mask)) if spec.mask is not None else None
@@ -321,17 +206,17 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
-    read_headers(folder)  # whole safetensors, of which the record will state the bytes
-    tokenizer_sha256 = _tokenizer_sha256(folder, stamp)
-    tokens = None
-    if not spec.text.startswith("hub:"):
-        tokens = _local_tokens(calibration, folder, stamp, _stamp(_text_file(spec.text)))
+    if scale is not None and scale.kind == "ref":
+        _check_reference(scale, shapes, budget, mask)
+    read_headers(files.folder)  # whole safetensors, of which the record will state the bytes
+    tokenizer_sha256 = files.tokenizer_sha256()
+    tokens = None if spec.text.startswith("hub:") else files.calibration_tokens(calibration)
     implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
     known: dict[str, Any] = {
         "engine": ENGINE_VERSION,
         "model": {
             "name": source.name,
-            "weights_sha256": _weights_sha256(folder, stamp),
+            "weights_sha256": files.weights_sha256(),
             "tokenizer_sha256": tokenizer_sha256,
             "shape": model_shape_text(shapes),
         },
@@ -353,8 +238,32 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         known["mask"] = None
     known = json.loads(canonical_json(known))  # tuples as lists, as a record has them
     return PreparedArm(
-        spec, folder, shapes, convention, method, mask, operator, scale, budget, calibration, tokens, suites, known
+        spec=spec,
+        folder=files.folder,
+        shapes=shapes,
+        convention=convention,
+        method=method,
+        mask=mask,
+        operator=operator,
+        scale=scale,
+        budget=budget,
+        calibration=calibration,
+        tokens=tokens,
+        suites=suites,
+        known=known,
     )
+
+
+def _check_reference(scale: Scale, shapes: tuple[LayerShape, ...], budget: Budget | None, mask: Mask | None) -> None:
+    """Refuse a reference set that is larger than the survivors of a layer."""
+    for shape in shapes:
+        gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.pruned_count(shape) if budget else 0
+        if scale.k2 > shape.experts - gone:
+            raise UsageError(
+                f"scale {scale} needs {scale.k2} survivors",
+                where=f"layer {shape.index} with {shape.experts - gone}",
+                expected=f"ref:k2 with k2 ≤ {shape.experts - gone}",
+            )
 
 
 def _suites(names: tuple[str, ...]) -> tuple[Suite, ...]:
@@ -365,19 +274,6 @@ def _suites(names: tuple[str, ...]) -> tuple[Suite, ...]:
         if suite.name in {other.name for other in suites[:number]}:
             raise UsageError(f"suite {suite.name} is named twice", expected="each suite once")
     return suites
-
-
-@contextmanager
-def same_torch() -> Iterator[None]:
-    """Put back what a method's file may have set for the whole process; other arms must not depend on it."""
-    threads, dtype, gradients = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(gradients)
 
 
 def _method(name: str | None, parameters: tuple[str, ...]) -> Method | None:

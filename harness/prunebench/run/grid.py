@@ -19,12 +19,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.run.arm import ArmSpec, PreparedArm, prepare
 from prunebench.run.session import Progress, Session, check_writable, finished
 from prunebench.run.track import Track
 
 __all__ = ["GridResult", "grid"]
+
+# With -P and -c instead of -m: the folder that one happens to be in is not on the worker's path. `methods/` has a
+# random.py, `suites/` a code.py.
+_WORKER = f"""
+import sys
+sys.path.append({str(Path(prunebench.__file__).parent.parent)!r})
+from prunebench.run.worker import main
+main()
+"""
 
 Announce = Callable[[str], None]
 
@@ -178,7 +188,7 @@ class _Crew:
                 raise UsageError("the grid was interrupted")
             try:
                 worker = subprocess.Popen(
-                    [sys.executable, "-m", "prunebench.run.worker", str(self._out), str(os.getpid())],
+                    [sys.executable, "-P", "-c", _WORKER, str(self._out), str(os.getpid())],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,

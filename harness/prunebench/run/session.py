@@ -7,14 +7,10 @@ content, so an interrupted grid resumes without repeating them.
 
 from __future__ import annotations
 
-import copy
 import fcntl
-import importlib.metadata
 import os
 import platform
-import subprocess
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,30 +20,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-import prunebench
-from prunebench.analysis import metrics_from_items
 from prunebench.calibration import CalibrationTokens, ScoreResult, Statistic, score_pass
 from prunebench.calibration.score import with_built_in
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy
 from prunebench.install import installed
 from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
-from prunebench.loader import content_root, source_of
+from prunebench.loader import source_of
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
 from prunebench.plan import Plan, layer_views, make_plan
-from prunebench.record import SCHEMA, Item, Run, items_to_table, read_run, run_id, write_run
-from prunebench.replacement import Constant, Zero
-from prunebench.run.arm import DEFAULT_SUITES, ArmSpec, PreparedArm, calibration_tokens, matches, prepare, same_torch
-from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
+from prunebench.record import Item, Run, read_run, write_run
+from prunebench.run.arm import DEFAULT_SUITES, ArmSpec, PreparedArm, matches, prepare
+from prunebench.run.foreign import naming_the_file, same_torch
+from prunebench.run.recording import git_state, record_of, routing_of
+from prunebench.run.sources import calibration_tokens
 from prunebench.suite import Suite
 
 __all__ = ["Outcome", "Session", "check_writable", "finished", "run"]
 
 REPEATED_ITEMS = 8
-PACKAGES = ("torch", "transformers", "lm-eval", "numpy", "tokenizers", "safetensors")
 CACHE = ".cache"
 
 Progress = Callable[[str, int, int], None]
@@ -100,7 +95,9 @@ class Session:
             return Outcome(folder, run, reused=True)
         check_writable(folder.parent)
         self._check_free(folder)
-        with _naming_the_file(arm):
+        methods = {str(source_of(type(method)).path) for method in (arm.method, arm.operator) if method is not None}
+        suites = {str(suite.file) for suite in arm.suites}
+        with naming_the_file(frozenset(methods), frozenset(suites)):
             return self._execute(arm, folder)
 
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
@@ -114,21 +111,22 @@ class Session:
         demand(checks)
         items, evaluated, counters = self._evaluate(arm, loaded, plan)
         checks += evaluated
-        record = _record_of(
+        record = record_of(
             arm,
             plan,
             tokens=tokens,
             mask_source=mask_source,
             items=items,
             checks=checks,
-            routing={"bos": bos_policy(loaded.tokenizer), "layers": _routing_of(counters, plan)},
+            routing={"bos": bos_policy(loaded.tokenizer), "layers": routing_of(counters, plan)},
         )
         record["volatile"] = {
             "started": started.isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - clock, 3),
             "host": platform.node(),
             "processor": platform.processor() or platform.machine(),
-            "threads": _threads(),
+            "threads": torch.get_num_threads(),
+            "git": git_state(),
         }
         write_run(folder, record, items)
         return Outcome(folder, read_run(folder), reused=False)
@@ -183,10 +181,9 @@ class Session:
         else:
             assert arm.method is not None
             with same_torch():
-                mask, source = self._select(arm, arm.method, loaded, copy.deepcopy(scores)), arm.method.name
-        # Copies: what a method does to its statistics must not reach the next arm.
+                mask, source = self._select(arm, arm.method, loaded, scores), arm.method.name
         with same_torch():
-            return make_plan(loaded.moe, mask, arm.operator, copy.deepcopy(scores), scale=arm.scale), source
+            return make_plan(loaded.moe, mask, arm.operator, scores, scale=arm.scale), source
 
     def _select(self, arm: PreparedArm, method: Method, loaded: LoadedModel, scores: ScoreResult | None) -> Mask:
         assert arm.budget is not None
@@ -216,7 +213,7 @@ class Session:
             [
                 *(arm.known[name] for name in ("model", "dtype", "device", "experts_implementation", "batch_tokens")),
                 tokens.fingerprint,
-                {s.name: [type(s).__module__, s.version] for s in statistics},
+                {s.name: [type(s).__module__, s.version, _settings(s)] for s in statistics},
             ]
         )
         if key not in self._passes:
@@ -285,53 +282,12 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
     return Session(Path(out), progress=progress).execute(prepare(spec))
 
 
-# --- parts of the record
+def _settings(statistic: Statistic) -> dict[str, str]:
+    """What a statistic was made with: it may have parameters of its own."""
+    return {name: repr(value) for name, value in vars(statistic).items() if name != "state"}
 
 
-def _record_of(
-    arm: PreparedArm,
-    plan: Plan | None,
-    *,
-    tokens: CalibrationTokens,
-    mask_source: str | None,
-    items: Sequence[Item],
-    checks: Sequence[Check],
-    routing: dict[str, Any],
-) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields."""
-    spec = arm.spec
-    identity = {
-        **arm.known,
-        "calibration": None if plan is None else tokens.to_json(),
-        "mask": None if plan is None else {"digest": plan.mask.digest, "source": mask_source},
-    }
-    headline = {suite.name: [list(cell) for cell in suite.headline] for suite in arm.suites}
-    return {
-        "schema": SCHEMA,
-        "status": "complete" if spec.limit is None else "partial",
-        "run_id": run_id(identity),
-        "identity": identity,
-        "arm": {
-            "model": arm.known["model"]["name"],
-            "convention": arm.convention.describe(),
-            "mask": None if plan is None else Path(spec.mask).stem if spec.mask else mask_source,
-            "operator": _operator_name(arm, plan),
-            "scale": _asked_scale(arm, plan),
-            "resolved_scale": ", ".join(plan.scales) or None if plan is not None else None,
-            "ratio": None if plan is None else _pruned_share(plan),
-            "keep": spec.keep,
-            "draw": None if plan is None else spec.draw,
-            "dense": plan is None,
-        },
-        "metrics": metrics_from_items(items_to_table(items), headline),
-        "headline": headline,
-        "integrity": [check.to_json() for check in checks],
-        "storage": _storage(arm.folder, plan),
-        "routing": routing,
-        "mask": None if plan is None else plan.mask.to_json(),
-        "tensors": {} if plan is None else plan.manifest(),
-        "provenance": _provenance(),
-    }
+# --- helpers
 
 
 def _repeated(suites: Sequence[Suite], evaluation: Evaluation) -> Check:
@@ -342,100 +298,6 @@ def _repeated(suites: Sequence[Suite], evaluation: Evaluation) -> Check:
             if one != other:
                 return Check("repeated items are equal", "fail", f"{one.where}: {one.value} and {other.value}")
     return Check("repeated items are equal", "pass", f"first {REPEATED_ITEMS} of each task, twice")
-
-
-def _operator_name(arm: PreparedArm, plan: Plan | None) -> str | None:
-    """What the arm does with pruned slots, in the house's words where they apply; else the file's name."""
-    if plan is None:
-        return None
-    assert arm.operator is not None
-    if plan.fills_nothing:
-        return "reroute"
-    kinds = {fill.kind for layer in plan.layers for fill in layer.fills.values() if fill.file is None}
-    own = {Constant.__name__: "constant", Zero.__name__: "zero"}
-    return own[kinds.pop()] if plan.keeps_slots and len(kinds) == 1 else arm.operator.name
-
-
-def _asked_scale(arm: PreparedArm, plan: Plan | None) -> str | None:
-    if plan is None or not plan.scales:
-        return None
-    if arm.scale is not None:
-        return str(arm.scale)
-    return str(arm.operator.parameters().get("scale", plan.scales[0])) if arm.operator else None
-
-
-def _pruned_share(plan: Plan) -> float:
-    return plan.mask.pruned_count / sum(layer.experts for layer in plan.mask.layers)
-
-
-def _storage(folder: Path, plan: Plan | None) -> dict[str, Any]:
-    """Bytes of the arm's checkpoint.
-
-    Fills are stored in the dtype of the experts, and rerouting at renorm alone lets the pruned experts' router rows go
-    (2610.41366 §3).
-    """
-    headers = read_headers(folder)
-    if plan is None:
-        return {name: value for name, value in stored_bytes(headers).items() if name in ("total", "parts")}
-    expert = next(tensor for name, tensor in headers.items() if part_of(name) == "experts")
-    value_bytes = expert.bytes // max(1, int(np.prod(expert.shape)))
-    keep_rows = not (plan.fills_nothing and plan.scales == ("renorm",))
-    return pruned_bytes(
-        headers, plan.mask, fill_values_bytes=plan.values_stored * value_bytes, keep_router_rows=keep_rows
-    )
-
-
-def _routing_of(counters: dict[int, dict[str, float]], plan: Plan | None) -> dict[str, dict[str, float]]:
-    """Per layer: how often a slot was asked of a pruned expert, and how far the two scales are apart (2610.41366 §5.3).
-
-    `displaced_share` is the share of token-layer calls whose unpruned top-k held an unroutable expert; over those,
-    `keep_over_renorm` is the mean ratio of the gates' totals under the two scales and `above_one_share` how often it
-    exceeds 1.
-    """
-    if plan is None:
-        return {}
-    result = {}
-    for index, counted in counters.items():
-        displaced = counted["displaced"]
-        result[str(index)] = {
-            "calls": counted["calls"],
-            "filled_share": counted["asked"] / counted["slots"] if counted["slots"] else 0.0,
-            "displaced_share": displaced / counted["calls"] if counted["calls"] else 0.0,
-            "keep_over_renorm": counted["ratio_sum"] / displaced if displaced else 1.0,
-            "above_one_share": counted["ratio_above_one"] / displaced if displaced else 0.0,
-        }
-    return result
-
-
-def _provenance() -> dict[str, Any]:
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            packages[name] = "unknown"
-    return {"prunebench": prunebench.__version__, "packages": packages, "git": _git()}
-
-
-def _git() -> dict[str, Any] | None:
-    """Revision of the checkout that runs, and whether tracked files differ from it; None outside a checkout."""
-    root = content_root()
-
-    def ask(*command: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True)  # noqa: S607
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    revision = ask("rev-parse", "HEAD")
-    return None if revision is None else {"revision": revision, "dirty": bool(ask("status", "--porcelain", "-uno"))}
-
-
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 @contextmanager
@@ -468,31 +330,3 @@ def check_writable(folder: Path) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:
     return UsageError("cannot write there", where=str(folder), expected="a writable folder", fix=str(error))
-
-
-@contextmanager
-def _naming_the_file(arm: PreparedArm) -> Iterator[None]:
-    """Whatever an arm's method, operator or suite raises becomes one line with its file and line number.
-
-    An error that passed through a method's or an operator's code is theirs; one that passed through a suite is the
-    suite's unless it came up in prunebench itself, which then shows its traceback: a bug of ours.
-    """
-    try:
-        yield
-    except PruneBenchError:
-        raise
-    except (Exception, SystemExit) as error:
-        methods = {str(source_of(type(method)).path) for method in (arm.method, arm.operator) if method is not None}
-        suites = {str(suite.file) for suite in arm.suites}
-        package = str(Path(prunebench.__file__).parent)
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [frame for frame in frames if frame.filename in methods]
-        if not places:
-            known = [frame for frame in frames if frame.filename in suites or frame.filename.startswith(package)]
-            places = [frame for frame in known[-1:] if frame.filename in suites]
-        if not places:
-            raise
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(
-            f"{type(error).__name__} in {places[-1].name}: {reason}", where=f"{places[-1].filename}:{places[-1].lineno}"
-        ) from error

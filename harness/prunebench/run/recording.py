@@ -1,0 +1,158 @@
+"""What a record says of an arm: its identity, its numbers, its proofs, its bytes and what its routers did."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import prunebench
+from prunebench.analysis import metrics_from_items
+from prunebench.calibration import CalibrationTokens
+from prunebench.integrity import Check
+from prunebench.loader import content_root
+from prunebench.plan import Plan
+from prunebench.record import SCHEMA, Item, items_to_table, run_id
+from prunebench.replacement import Constant, Zero
+from prunebench.run.arm import PreparedArm
+from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
+
+__all__ = ["git_state", "record_of", "routing_of"]
+
+PACKAGES = ("torch", "transformers", "lm-eval", "numpy", "tokenizers", "safetensors")
+
+
+def record_of(
+    arm: PreparedArm,
+    plan: Plan | None,
+    *,
+    tokens: CalibrationTokens,
+    mask_source: str | None,
+    items: Sequence[Item],
+    checks: Sequence[Check],
+    routing: dict[str, Any],
+) -> dict[str, Any]:
+    """The record of an arm but for its volatile fields."""
+    spec = arm.spec
+    identity = {
+        **arm.known,
+        "calibration": None if plan is None else tokens.to_json(),
+        "mask": None if plan is None else {"digest": plan.mask.digest, "source": mask_source},
+    }
+    headline = {suite.name: [list(cell) for cell in suite.headline] for suite in arm.suites}
+    return {
+        "schema": SCHEMA,
+        "status": "complete" if spec.limit is None else "partial",
+        "run_id": run_id(identity),
+        "identity": identity,
+        "arm": {
+            "model": arm.known["model"]["name"],
+            "convention": arm.convention.describe(),
+            "mask": None if plan is None else Path(spec.mask).stem if spec.mask else mask_source,
+            "operator": _operator_name(arm, plan),
+            "scale": _asked_scale(plan),
+            "resolved_scale": ", ".join(plan.scales) or None if plan is not None else None,
+            "ratio": None if plan is None else _pruned_share(plan),
+            "keep": spec.keep,
+            "draw": None if plan is None else spec.draw,
+            "dense": plan is None,
+        },
+        "metrics": metrics_from_items(items_to_table(items), headline),
+        "headline": headline,
+        "integrity": [check.to_json() for check in checks],
+        "storage": _storage(arm.folder, plan),
+        "routing": routing,
+        "mask": None if plan is None else plan.mask.to_json(),
+        "tensors": {} if plan is None else plan.manifest(),
+        "provenance": _provenance(),
+    }
+
+
+def _operator_name(arm: PreparedArm, plan: Plan | None) -> str | None:
+    """What the arm does with pruned slots, in the house's words where they apply; else the file's name."""
+    if plan is None:
+        return None
+    assert arm.operator is not None
+    if plan.fills_nothing:
+        return "reroute"
+    kinds = {fill.kind for layer in plan.layers for fill in layer.fills.values() if fill.file is None}
+    own = {Constant.__name__: "constant", Zero.__name__: "zero"}
+    return own[kinds.pop()] if plan.keeps_slots and len(kinds) == 1 else arm.operator.name
+
+
+def _asked_scale(plan: Plan | None) -> str | None:
+    if plan is None or not plan.scales:
+        return None
+    return ", ".join(sorted({layer.asked for layer in plan.layers}))
+
+
+def _pruned_share(plan: Plan) -> float:
+    return plan.mask.pruned_count / sum(layer.experts for layer in plan.mask.layers)
+
+
+def _storage(folder: Path, plan: Plan | None) -> dict[str, Any]:
+    """Bytes of the arm's checkpoint.
+
+    Fills are stored in the dtype of the experts, and rerouting at renorm alone lets the pruned experts' router rows go
+    (2610.41366 §3).
+    """
+    headers = read_headers(folder)
+    if plan is None:
+        return {name: value for name, value in stored_bytes(headers).items() if name in ("total", "parts")}
+    expert = next(tensor for name, tensor in headers.items() if part_of(name) == "experts")
+    value_bytes = expert.bytes // max(1, int(np.prod(expert.shape)))
+    keep_rows = not (plan.fills_nothing and plan.scales == ("renorm",))
+    return pruned_bytes(
+        headers, plan.mask, fill_values_bytes=plan.values_stored * value_bytes, keep_router_rows=keep_rows
+    )
+
+
+def routing_of(counters: dict[int, dict[str, float]], plan: Plan | None) -> dict[str, dict[str, float]]:
+    """Per layer: how often a slot was asked of a pruned expert, and how far the two scales are apart (2610.41366 §5.3).
+
+    `displaced_share` is the share of token-layer calls whose unpruned top-k held an unroutable expert; over those,
+    `keep_over_renorm` is the mean ratio of the gates' totals under the two scales and `above_one_share` how often it
+    exceeds 1.
+    """
+    if plan is None:
+        return {}
+    result = {}
+    for index, counted in counters.items():
+        displaced = counted["displaced"]
+        result[str(index)] = {
+            "calls": counted["calls"],
+            "filled_share": counted["asked"] / counted["slots"] if counted["slots"] else 0.0,
+            "displaced_share": displaced / counted["calls"] if counted["calls"] else 0.0,
+            "keep_over_renorm": counted["ratio_sum"] / displaced if displaced else 1.0,
+            "above_one_share": counted["ratio_above_one"] / displaced if displaced else 0.0,
+        }
+    return result
+
+
+def _provenance() -> dict[str, Any]:
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            packages[name] = "unknown"
+    return {"prunebench": prunebench.__version__, "packages": packages}
+
+
+def git_state() -> dict[str, Any] | None:
+    """Revision of the checkout that runs, and whether tracked files differ from it; None outside a checkout."""
+    root = content_root()
+
+    def ask(*command: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True)  # noqa: S607
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    revision = ask("rev-parse", "HEAD")
+    return None if revision is None else {"revision": revision, "dirty": bool(ask("status", "--porcelain", "-uno"))}

@@ -1,0 +1,110 @@
+"""The command line's options are listed here, so that a change of them is meant."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from prunebench import cli
+
+MACHINE = {
+    "--limit",
+    "--device",
+    "--dtype",
+    "--device-map",
+    "--experts-implementation",
+    "--batch-tokens",
+    "--dry-run",
+}
+
+OPTIONS = {
+    "list": {"--json"},
+    "run": {
+        "--json",
+        "--model",
+        "--method",
+        "--param",
+        "--ratio",
+        "--keep",
+        "--mask",
+        "--operator",
+        "--operator-param",
+        "--scale",
+        "--text",
+        "--blocks",
+        "--length",
+        "--draw",
+        "--suite",
+        "--seed",
+        "--out",
+    }
+    | MACHINE,
+    "grid": {"--json", "TRACK", "--out", "--jobs"} | MACHINE,
+    "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
+    "board": {"--json", "RECORDS", "--out"},
+    "check-env": {"--json"},
+}
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    (action,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def test_the_options_of_every_verb():
+    found = {
+        name: {o for a in parser._actions if a.dest != "help" for o in (a.option_strings or [a.metavar])}
+        for name, parser in verbs().items()
+    }
+    assert found == OPTIONS
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_every_verb_and_every_option_explains_itself(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    for option in OPTIONS[verb]:
+        assert option in shown.out
+    assert all(action.help for action in verbs()[verb]._actions)
+
+
+def test_an_arm_can_be_asked_for_by_every_field_of_its_spec():
+    from prunebench.run import ArmSpec
+
+    asked = {option.removeprefix("--").replace("-", "_") for option in OPTIONS["run"]} - {"json", "out", "dry_run"}
+    renamed = {"param": "parameters", "operator_param": "operator_parameters", "suite": "suites"}
+    assert {renamed.get(name, name) for name in asked} == set(ArmSpec.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "the following arguments are required: VERB"),
+        (["prune"], "invalid choice"),
+        (["run"], "--model"),
+        (["run", "--model", "m", "--keep", "many"], "--keep"),
+        (["run", "--model", "m", "--limit", "1.5"], "--limit"),
+        (["run", "--model", "m", "--nonsense"], "--nonsense"),
+        (["run", "--model", "m", "--device-map", "manual"], "--device-map"),
+        (["grid"], "TRACK"),
+        (["grid", "t", "--jobs", "x"], "--jobs"),
+        (["compare", "a"], "RUN_B"),
+        (["board", "a"], "--out"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, says, capsys):
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert says in shown.err
+
+
+def test_the_version_is_the_packages(capsys):
+    import prunebench
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"prunebench {prunebench.__version__}\n"

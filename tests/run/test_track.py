@@ -1,0 +1,126 @@
+"""A track file expands to its arms in a stated order; every defect of it is one line that names the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prunebench.errors import UsageError
+from prunebench.loader import available, resolve_track
+from prunebench.run import read_track
+
+GOOD = {
+    "name": '"t"',
+    "models": '["m", "n"]',
+    "ratios": '["0.25", 0.5]',
+    "masks": '["reap", "random"]',
+    "operators": '["constant", "reroute@other"]',
+    "suites": '["arithmetic"]',
+    "calibration": '{ text = "world:code", blocks = 8, length = 16, draws = ["A", "B"] }',
+    "seed": "3",
+}
+
+
+def text(**changes: str | None) -> str:
+    entries = {**GOOD, **changes}
+    return "[track]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items() if value is not None)
+
+
+def read(folder: Path, content: str | bytes, **options):
+    file = folder / "track.toml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_track(file, **options)
+
+
+def test_arms_are_models_then_draws_amounts_masks_operators_with_the_dense_arm_first(tmp_path):
+    track = read(tmp_path, text())
+    found = [(a.model, a.draw, a.ratio, a.method, a.operator, a.scale) for a in track.arms]
+    wanted = []
+    for model in ("m", "n"):
+        wanted.append((model, "A", None, None, None, None))
+        for draw in "AB":
+            for ratio in ("0.25", "0.5"):
+                for mask in ("reap", "random"):
+                    wanted += [(model, draw, ratio, mask, *op) for op in (("constant", None), ("reroute", "other"))]
+    assert found == wanted
+    assert track.name == "t"
+    assert {(a.text, a.blocks, a.length, a.seed, a.suites) for a in track.arms} == {
+        ("world:code", 8, 16, 3, ("arithmetic",))
+    }
+    assert len({a.folder for a in track.arms}) == len(track.arms)
+
+
+def test_keep_and_options_reach_every_arm_and_defaults_fill_the_rest(tmp_path):
+    track = read(
+        tmp_path,
+        text(ratios=None, keep="[8]", calibration=None, suites=None, seed=None),
+        limit=2,
+        dtype="bfloat16",
+        batch_tokens=64,
+    )
+    pruned = [arm for arm in track.arms if not arm.dense]
+    assert {arm.keep for arm in pruned} == {8}
+    assert {(a.limit, a.dtype, a.batch_tokens, a.draw, a.seed) for a in track.arms} == {(2, "bfloat16", 64, "A", 0)}
+    assert all(arm.suites == ("multiple_choice", "arithmetic", "code", "perplexity") for arm in track.arms)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "not a track"),
+        ("[track", "not TOML"),
+        (b"\xff\xfe\x00", "not TOML"),
+        ("track = 3\n", "not a track"),
+        (text() + "[other]\nx = 1\n", "not a track"),
+        (text(mask='["reap"]'), "unknown key 'mask'.*did you mean masks"),
+        (text(zzzzzz="1"), "unknown key 'zzzzzz'"),
+        (text(calibration="{ lenght = 3 }"), "unknown key 'lenght'.*calibration.*did you mean length"),
+        (text(name=None), "lacks name"),
+        (text(models=None, masks=None), "lacks models, masks"),
+        (text(operators=None), "lacks operators"),
+        (text(ratios=None), "exactly one of ratios and keep"),
+        (text(keep="[8]"), "exactly one of ratios and keep"),
+        (text(masks="[]"), "masks is empty"),
+        (text(ratios="[]"), "ratios is empty"),
+        (text(calibration="{ draws = [] }"), "draws is empty"),
+        (text(models='"m"'), "models is a str.*expected a list"),
+        (text(seed="true"), "seed is a bool"),
+        (text(calibration='{ blocks = "8" }'), "blocks is a str"),
+        (text(models='["m", "m"]'), "names m/dense twice"),
+        (text(masks='["reap", "reap"]'), "twice"),
+        (text(operators='["constant", "constant"]'), "twice"),
+        (text(ratios='["0.5", 0.5]'), "twice"),
+        (text(masks='["reap", "other/reap.py"]'), "share the folder m/reap.*rename one"),
+        (text(masks="[1]"), "masks holds 1"),
+        (text(models="[[]]"), "models holds"),
+        (text(operators="[3.5]"), "operators holds 3.5"),
+        (text(suites="[1]"), "suites holds 1"),
+        (text(ratios="[true]"), "ratios holds True"),
+        (text(ratios=None, keep='["8"]'), "keep holds '8'"),
+        (text(ratios=None, keep="[8.0]"), "keep holds 8.0"),
+        (text(calibration="{ draws = [1] }"), "draws holds 1"),
+    ],
+)
+def test_every_defect_is_one_line_that_names_the_file(content, says, tmp_path):
+    with pytest.raises(UsageError, match=says) as caught:
+        read(tmp_path, content)
+    assert "track.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreadable_track_is_one_line(tmp_path):
+    for path in (tmp_path, tmp_path / "none.toml"):
+        with pytest.raises(UsageError, match="cannot read the track"):
+            read_track(path)
+    with pytest.raises(UsageError, match="no such track file"):
+        resolve_track(str(tmp_path / "none.toml"))
+    with pytest.raises(UsageError, match="did you mean demo"):
+        resolve_track("demos")
+
+
+@pytest.mark.parametrize("name", available("tracks"))
+def test_shipped_tracks_are_tracks_of_distinct_arms(name):
+    track = read_track(resolve_track(name))
+    assert track.name == name
+    assert len({arm.folder for arm in track.arms}) == len(track.arms)
