@@ -72,7 +72,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--ratio", help="share of each layer's experts to prune, such as 0.5")
     run.add_argument("--keep", type=int, help="experts to keep in each layer, instead of --ratio")
-    run.add_argument("--mask", metavar="FILE", help="a mask file, instead of the method's selection")
+    run.add_argument("--mask", metavar="FILE", help="a mask file, or a run's folder, instead of the method's selection")
     run.add_argument("--operator", help="file that says what answers pruned slots; the method's own by default")
     run.add_argument(
         "--operator-param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the operator"

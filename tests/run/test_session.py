@@ -247,3 +247,22 @@ def test_sessions_share_a_pass_that_another_is_making(spec, tmp_path, monkeypatc
 def test_the_record_is_plain_json_on_disk(spec, tmp_path):
     done = Session(tmp_path).execute(prepare(spec()))
     assert json.loads((done.folder / "record.json").read_text()) == read_run(done.folder).record
+
+
+def test_the_mask_of_a_run_can_be_held_fixed(spec, tmp_path):
+    session = Session(tmp_path)
+    first = session.execute(prepare(spec(method="reap"))).run.record
+    folder = tmp_path / spec(method="reap").folder
+    held = prepare(spec(method=None, ratio=None, mask=str(folder), operator="constant", draw="B"))
+    second = session.execute(held).run.record
+    assert second["mask"] == first["mask"]
+    assert second["arm"]["mask"] == "reap"
+    assert second["identity"]["calibration"]["draw"] == "B"
+
+
+def test_a_dense_run_has_no_mask_to_hold(spec, tmp_path):
+    session = Session(tmp_path)
+    dense = spec(method=None, ratio=None)
+    session.execute(prepare(dense))
+    with pytest.raises(UsageError, match="the run has no mask"):
+        prepare(spec(method=None, ratio=None, mask=str(tmp_path / dense.folder), operator="constant"))

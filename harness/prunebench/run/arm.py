@@ -21,6 +21,7 @@ from prunebench.loader import load_method, load_method_class, load_suite, parse_
 from prunebench.mask import Budget, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
+from prunebench.record import read_run
 from prunebench.routing import Convention, Scale
 from prunebench.run.foreign import same_torch
 from prunebench.run.sources import ModelFiles
@@ -47,7 +48,7 @@ class ArmSpec:
         model: zoo name, folder or hub id.
         method: criterion by name or path; without one and without `mask`, the arm is the dense model.
         parameters: `name=value` texts of the method's fields.
-        mask: a mask file, in place of the method's `select`.
+        mask: a mask file, or the folder of a run whose mask is taken, in place of the method's `select`.
         operator: name or path of the file that gives `replace` and `route`; the method's own by default.
         operator_parameters: `name=value` texts of the operator's fields.
         scale: gate scale where slots are refilled; the operator's own by default.
@@ -149,6 +150,7 @@ class PreparedArm:
         convention: of its router.
         method: gives the mask, or None.
         mask: a given mask, or None.
+        mask_name: what tables call a given mask.
         operator: gives replace and route; None if dense.
         scale: overriding scale, or None.
         budget: how many experts go, or None.
@@ -164,6 +166,7 @@ class PreparedArm:
     convention: Convention
     method: Method | None
     mask: Mask | None
+    mask_name: str | None
     operator: Method | None
     scale: Scale | None
     budget: Budget | None
@@ -201,7 +204,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     shapes, convention = files.peek()
     if budget is not None:
         budget.check(shapes)
-    mask = Mask.load(Path(spec.mask)) if spec.mask is not None else None
+    mask, mask_name = _mask(spec.mask) if spec.mask is not None else (None, None)
     if mask is not None:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
@@ -244,6 +247,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         convention=convention,
         method=method,
         mask=mask,
+        mask_name=mask_name,
         operator=operator,
         scale=scale,
         budget=budget,
@@ -252,6 +256,17 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         suites=suites,
         known=known,
     )
+
+
+def _mask(text: str) -> tuple[Mask, str]:
+    """A mask from its file or from a run's folder, and its name: the file's, or the criterion of that run."""
+    path = Path(text)
+    if not path.is_dir():
+        return Mask.load(path), path.stem
+    record = read_run(path).record
+    if record["mask"] is None:
+        raise UsageError("the run has no mask", where=text, expected="a pruned run, not a dense one")
+    return Mask.from_json(record["mask"], where=text), str(record["arm"]["mask"])
 
 
 def _check_reference(scale: Scale, shapes: tuple[LayerShape, ...], budget: Budget | None, mask: Mask | None) -> None:

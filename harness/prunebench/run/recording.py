@@ -52,7 +52,7 @@ def record_of(
         "arm": {
             "model": arm.known["model"]["name"],
             "convention": arm.convention.describe(),
-            "mask": None if plan is None else Path(spec.mask).stem if spec.mask else mask_source,
+            "mask": None if plan is None else arm.mask_name or mask_source,
             "operator": _operator_name(arm, plan),
             "scale": _asked_scale(plan),
             "resolved_scale": ", ".join(plan.scales) or None if plan is not None else None,
