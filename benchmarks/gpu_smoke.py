@@ -1,7 +1,7 @@
 """Score pass and integrity of a random 1–2 B OLMoE on one device, with figures: `gpu_smoke.sh` runs it.
 
 Prints: build time, plain and observed forward (seconds, tokens/s, ratio), every integrity check of a constant and
-of a rerouting arm, the cost of their forwards, and peak memory.
+of a rerouting arm, the cost of their forwards, and on CUDA peak memory.
 """
 
 from __future__ import annotations

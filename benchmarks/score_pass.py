@@ -1,6 +1,6 @@
 """What a score pass costs over the plain forward it observes: CPU seconds, both in one run, printed as a ratio.
 
-    python benchmarks/score_pass.py [--repeats N]
+    python benchmarks/score_pass.py [--repeats N] [--experts-implementation eager|grouped_mm]
 
 OLMoE 512 wide, 8 layers, 64 experts, top-8, 8,192 tokens, one thread. The forwards alternate, so that a busy machine
 slows both; the minimum of each is compared. Also checks that the observed logits equal the plain ones bit for bit.
