@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prunebench import LayerView, Method, Routing
+from prunebench import LayerView, Method, Routing, Scale
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,10 @@ class Reroute(Method):
     reference = "arXiv:2610.41366"
 
     scale: str = "trained"
+
+    def __post_init__(self) -> None:
+        """Refuse a scale that does not exist."""
+        Scale.parse(self.scale)
 
     def route(self, layer: LayerView, pruned: tuple[int, ...]) -> Routing:
         return Routing(self.scale)

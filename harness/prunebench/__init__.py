@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from prunebench.replacement import Constant as Constant
     from prunebench.replacement import Fill as Fill
     from prunebench.replacement import Zero as Zero
+    from prunebench.routing import Scale as Scale
     from prunebench.run import run as run
     from prunebench.suite import Suite as Suite
 
@@ -74,6 +75,7 @@ _MODULE_OF = {
     "PruneBenchError": "errors",
     "Replacements": "method",
     "Routing": "method",
+    "Scale": "routing",
     "Score": "evaluate",
     "Statistic": "calibration",
     "Suite": "suite",

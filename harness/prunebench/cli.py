@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
 
     def verb(name: str, summary: str, description: str | None = None) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=summary, description=description or summary)
+        sub = verbs.add_parser(name, help=summary.replace("%", "%%"), description=description or summary)
         sub.add_argument("--json", action="store_true", help="print one JSON document")
         return sub
 
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(verb("run", "run one arm: calibrate, prune, prove, evaluate, record"))
     _add_grid(verb("grid", "run all arms of a track; resumes where it was stopped"))
 
-    compare = verb("compare", "paired difference of two runs on the same items, with 95 %% intervals")
+    compare = verb("compare", "paired difference of two runs on the same items, with 95 % intervals")
     compare.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder")
     compare.add_argument("run_b", type=Path, metavar="RUN_B", help="run folder; differences are A minus B")
     compare.add_argument("--suite", action="append", help="only this suite (may be repeated)")
@@ -102,7 +102,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default %(default)s)")
     parser.add_argument("--device-map", choices=["auto"], help="spread the model over devices (needs accelerate)")
-    parser.add_argument("--experts-implementation", help="eager, grouped_mm or batched_mm of transformers")
+    parser.add_argument(
+        "--experts-implementation", help="of transformers: eager (default on cpu), grouped_mm (elsewhere) or batched_mm"
+    )
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward (default %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
 
@@ -243,13 +245,15 @@ def _run(options: argparse.Namespace) -> Result:
 def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
     from tabulate import tabulate
 
-    rows = [
-        [name, f"{m['value']:.4f}", f"{m['low']:.4f}", f"{m['high']:.4f}", m["n"]]
-        for name, m in sorted(record["metrics"].items())
-    ]
-    table = tabulate(
-        rows, headers=["metric", "value", "95 % low", "high", "n"], disable_numparse=True, tablefmt="plain"
-    )
+    from prunebench.analysis import PERCENT
+
+    rows = []
+    for name, numbers in sorted(record["metrics"].items()):
+        metric = name.rpartition("/")[2] if "/" in name else record["headline"][name][0][2]
+        scale, digits, unit = (100, 1, " %") if metric in PERCENT else (1, 3, "")
+        low, value, high = (f"{scale * numbers[key]:.{digits}f}" for key in ("low", "value", "high"))
+        rows.append([name, value + unit, f"[{low}, {high}]", numbers["n"]])
+    table = tabulate(rows, headers=["metric", "value", "95 % CI", "n"], disable_numparse=True, tablefmt="plain")
     checks = [check for check in record["integrity"] if check["status"] == "pass"]
     state = "already there" if reused else f"{record['volatile']['seconds']:.1f} s"
     megabytes = record["storage"]["total"] / 1e6
@@ -302,13 +306,19 @@ def _board(options: argparse.Namespace) -> Result:
 
 def _check_env(_options: argparse.Namespace) -> Result:
     """Each requirement with its state; exit 3 if a needed one is missing."""
-    needed = ("torch", "transformers", "lm_eval", "datasets", "numpy", "pyarrow", "safetensors", "tabulate", "rich")
+    needed = {
+        **{name: name for name in ("torch", "transformers", "datasets", "numpy", "pyarrow", "safetensors")},
+        "lm_eval": "lm-eval",
+        "huggingface_hub": "huggingface-hub",
+        "yaml": "pyyaml",
+        **{name: name for name in ("tabulate", "rich")},
+    }
     optional = {"evalplus": "extra code", "accelerate": "extra gpu, for --device-map"}
     rows: list[dict[str, str]] = [{"what": "python", "state": platform.python_version(), "need": "needed"}]
     missing = []
     for name in (*needed, *optional):
         found = importlib.util.find_spec(name) is not None
-        state = importlib.metadata.version(name.replace("_", "-")) if found else "missing"
+        state = importlib.metadata.version(needed.get(name, name)) if found else "missing"
         rows.append({"what": name, "state": state, "need": "needed" if name in needed else optional[name]})
         if not found and name in needed:
             missing.append(name)

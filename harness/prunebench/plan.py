@@ -227,6 +227,7 @@ def make_plan(
             for name, tensor in fill.state_dict().items():
                 tensors[f"{view.index}/{expert}/{name}"] = tensor.detach().cpu().clone().contiguous()
         wanted = scale or Scale.parse(_expected(operator.route(view, pruned), Routing, f"{operator.name}.route").scale)
+        wanted.check_possible(view.experts - len(pruned) + len(fills), where=f"layer {view.index}")
         layers.append(LayerPlan(view.index, fills, str(wanted), str(wanted.resolve(view.convention))))
     plan = Plan(mask, tuple(layers), tensors, stored)
     if scale is not None and plan.keeps_slots:

@@ -181,5 +181,6 @@ def test_an_unreadable_file_is_refused(world, tmp_path, damage):
 
 
 @pytest.mark.parametrize("text", ["hub:org/data", "hub:org/data:text", "hub:org/data@main", "hub:org/data@:text"])
-def test_a_hub_text_must_be_pinned_and_name_its_field(world, text):
-    assert "incomplete hub text" in refused(CalibrationSpec(text), world)
+def test_a_hub_text_must_be_pinned_and_name_its_field(text):
+    with pytest.raises(UsageError, match="expected world:DOMAIN, file:PATH or hub:ID@REVISION:FIELD"):
+        CalibrationSpec(text)

@@ -325,3 +325,10 @@ def test_what_is_no_saved_plan_is_refused(moe, mask, tmp_path, damage):
     with pytest.raises(UsageError, match=r"not a saved plan; in .*plan.safetensors") as info:
         Plan.load(Path(path))
     assert "\n" not in str(info.value)
+
+
+def test_a_reference_set_larger_than_the_survivors_is_refused():
+    moe = open_model(random_model("qwen3_moe"))
+    mask = Mask.for_shapes(moe.shapes, {shape.index: range(8) for shape in moe.shapes})
+    with pytest.raises(UsageError, match=r"scale ref:9 needs 9 survivors; in layer 0 with 8"):
+        make_plan(moe, mask, load_method("reroute", {"scale": "ref:9"}), None)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prunebench.errors import UsageError
 from prunebench.run import ArmSpec
 from prunebench.run.arm import matches
 
@@ -110,3 +111,35 @@ def test_folders_do_not_depend_on_the_order_of_a_dictionary():
     for keys in itertools.permutations(ARM):
         assert ArmSpec(**{key: ARM[key] for key in keys}).folder == "tiny-olmoe/reap-ratio0.5-A"
     assert Path(ArmSpec(**ARM).folder).parts == ("tiny-olmoe", "reap-ratio0.5-A")
+
+
+def test_what_people_vary_by_hand_has_a_folder_of_its_own():
+    base = {"model": "m", "method": "random", "ratio": "0.5"}
+    arms = [{}, {"seed": 1}, {"dtype": "bfloat16"}, {"experts_implementation": "grouped_mm"}, {"draw": "B"}]
+    assert len({ArmSpec(**{**base, **change}).folder for change in arms}) == len(arms)
+
+
+def test_masks_of_different_runs_give_different_folders(tmp_path):
+    folders = set()
+    for run in ("reap-ratio0.5-A", "reap-ratio0.25-A", "reap-ratio0.5-B"):
+        (tmp_path / run).mkdir()
+        folders.add(ArmSpec(model="m", mask=str(tmp_path / run), operator="constant").folder)
+    assert folders == {f"m/mask=reap-ratio{rest}-constant-A" for rest in ("0.5-A", "0.25-A", "0.5-B")}
+
+
+@pytest.mark.parametrize("ratio", ["0.5", "0.50", ".5"])
+def test_a_ratio_has_one_text(ratio):
+    assert ArmSpec(model="m", method="reap", ratio=ratio).ratio == "0.5"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"limit": "2"}, {"keep": "16"}, {"seed": 1.5}, {"limit": True}, {"batch_tokens": 10.5}),
+        *({"scale": 0.5}, {"suites": None}, {"suites": (1,)}, {"text": 3}, {"ratio": 0.5}),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(wrong):
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"^{name} is .*expected "):
+        ArmSpec(model="m", **wrong)

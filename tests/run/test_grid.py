@@ -71,7 +71,7 @@ def test_an_arm_that_fails_is_named_and_the_others_are_run(spec, material, tmp_p
 
 
 def test_an_occupied_folder_fails_its_own_arm_only(spec, tmp_path):
-    Session(tmp_path).execute(prepare(spec(seed=5)))
+    Session(tmp_path).execute(prepare(spec(batch_tokens=512)))
     result = grid(track(spec(), spec(method="reap")), tmp_path)
     assert [folder for folder, _ in result.failed] == [spec().folder]
     assert "holds another run" in result.failed[0][1]

@@ -304,3 +304,26 @@ def test_a_method_file_cannot_change_torch_for_other_arms(spec, tmp_path):
     prepare(spec(operator=str(file)))
     assert torch.get_num_threads() == threads
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_calibration_blocks_must_fit_the_context(spec):
+    with pytest.raises(UsageError, match="longer than the model's context; expected at most 256 tokens"):
+        prepare(spec(length=257, blocks=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_implementation": "foo"}, "unknown experts implementation 'foo'; expected eager"),
+        ({"operator": "reroute", "operator_parameters": ("scale=bogus",)}, "unknown scale 'bogus'"),
+        ({"text": "hub:foo/bar"}, "expected world:DOMAIN, file:PATH or hub:ID@REVISION:FIELD"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_loaded(changes, message, spec):
+    with pytest.raises(UsageError, match=message):
+        prepare(spec(**changes))
+
+
+def test_a_folder_without_a_run_is_no_mask(spec, tmp_path):
+    with pytest.raises(UsageError, match="the folder holds no run"):
+        prepare(spec(method=None, ratio=None, mask=str(tmp_path), operator="constant"))

@@ -21,6 +21,7 @@ from prunebench.routing import Scale
 from prunebench.run import ArmSpec, Session
 from prunebench.run.arm import prepare
 from prunebench.storage import stored_bytes
+from prunebench.testing import random_model
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +210,18 @@ def test_every_family_runs_dense_rerouted_and_filled(family, spec, material, tmp
         record = session.execute(prepare(spec(model=str(folder), **changes))).run.record
         assert record["status"] == "complete"
     assert session.score_passes == 1
+
+
+def test_a_grouped_router_keeps_all_its_rows(spec, model, tmp_path):
+    grouped = tmp_path / "grouped"
+    random_model("deepseek_v2.groups", vocab_size=1024).save_pretrained(grouped)
+    for file in Path(model).glob("tokenizer*"):
+        (grouped / file.name).write_bytes(file.read_bytes())
+    arm = spec(model=str(grouped), operator="reroute", scale="renorm")
+    record = Session(tmp_path / "out").execute(prepare(arm)).run.record
+    loaded = load_model("m", grouped)
+    mask = Mask.from_json(record["mask"])
+    plan = make_plan(loaded.moe, mask, load_method("reroute"), None, scale=Scale("renorm"))
+    assert set(remove_experts(loaded.moe, plan)) == {1, 2}
+    left = sum(layer.router.weight.nbytes for layer in loaded.moe.layers)
+    assert record["storage"]["parts"]["router"] == left == 2 * 16 * 32 * 4

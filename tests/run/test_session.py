@@ -76,7 +76,7 @@ def test_a_finished_arm_is_handed_back_and_not_repeated(spec, tmp_path, monkeypa
     assert again.run.record == first.run.record
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"blocks": 9}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("change", [{"batch_tokens": 512}, {"blocks": 9}, {"length": 16}])
 def test_another_request_does_not_replace_a_finished_run(change, spec, tmp_path, monkeypatch):
     Session(tmp_path).execute(prepare(spec()))
     before = {path: path.read_bytes() for path in tmp_path.rglob("record.json")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class CalibrationSpec:
             raise UsageError(
                 f"calibration of {self.blocks} blocks × {self.length} tokens", expected="≥ 1 block of ≥ 2 tokens"
             )
-        if self.text.partition(":")[0] not in ("world", "file", "hub") or not self.text.partition(":")[2]:
+        if not re.fullmatch(r"(world|file):.+|hub:[^@:]+@[^@:]+:.+", self.text, flags=re.DOTALL):
             raise UsageError(
                 f"unknown calibration text {self.text!r}", expected="world:DOMAIN, file:PATH or hub:ID@REVISION:FIELD"
             )
@@ -106,8 +107,6 @@ def _hub_documents(rest: str) -> Iterator[str]:
 
     source, _, field = rest.partition(":")
     name, _, revision = source.partition("@")
-    if not field or not revision:
-        raise UsageError(f"incomplete hub text {rest!r}", expected="hub:ID@REVISION:FIELD, pinned by revision")
     try:
         stream = load_dataset(name, revision=revision, split="train", streaming=True)
     except (OSError, ValueError, ConnectionError) as error:

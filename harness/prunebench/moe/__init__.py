@@ -5,6 +5,7 @@ from prunebench.moe.layer import MoELayer, MoEModel, open_model
 from prunebench.moe.load import (
     LoadedModel,
     check_device,
+    context_length,
     experts_implementation_for,
     load_model,
     peek,
@@ -21,6 +22,7 @@ __all__ = [
     "MoEModel",
     "TokenBatch",
     "check_device",
+    "context_length",
     "experts_implementation_for",
     "load_model",
     "open_model",

@@ -18,6 +18,7 @@ from prunebench.routing import Convention
 __all__ = [
     "LoadedModel",
     "check_device",
+    "context_length",
     "experts_implementation_for",
     "load_model",
     "peek",
@@ -68,6 +69,11 @@ def _config_of(folder: Path) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
+def context_length(folder: Path) -> int:
+    """Positions that a model takes, from its config."""
+    return int(_config_of(folder).get_text_config().max_position_embeddings)
 
 
 def peek(folder: Path) -> tuple[tuple[LayerShape, ...], Convention]:

@@ -90,6 +90,15 @@ class Scale:
             return Scale("keep" if convention.renormalised else "renorm")
         return self
 
+    def check_possible(self, routable: int, *, where: str = "") -> None:
+        """Raise if the reference set of `ref:k2` is larger than a layer's routable experts."""
+        if self.kind == "ref" and self.k2 > routable:
+            raise UsageError(
+                f"scale {self} needs {self.k2} survivors",
+                where=f"{where} with {routable}" if where else "",
+                expected=f"ref:k2 with k2 ≤ {routable}",
+            )
+
     def __str__(self) -> str:
         if self.kind == "interp":
             # repr is the shortest text that reads back as the same number.
@@ -263,9 +272,7 @@ def _log_z_ref(selection: Selection, k2: int) -> Tensor:
     if k2 == selection.index_TK.shape[1]:
         # The reference set is S itself: summed in slot order it is renorm's Z bit for bit.
         return _log_z_renorm(selection)
-    routable = int((~selection.blocked_E).sum())
-    if k2 > routable:
-        raise UsageError(f"scale ref:{k2} needs {k2} routable experts", expected=f"k2 ≤ {routable}")
+    Scale("ref", k2=k2).check_possible(int((~selection.blocked_E).sum()))
     reference_TK = _ranked(call, selection.choice_TE, selection.unavailable_TE)[:, :k2]
     available_TE = selection.log_p_TE.masked_fill(selection.unavailable_TE, _NEVER)
     return _log_sum(call.convention, available_TE.gather(1, reference_TK))

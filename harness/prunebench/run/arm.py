@@ -6,11 +6,16 @@ it returns knows the arm's identity but for the mask's digest, which is enough t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from decimal import Decimal, InvalidOperation
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,7 @@ from prunebench.loader import load_method, load_method_class, load_suite, parse_
 from prunebench.mask import Budget, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
-from prunebench.record import read_run
+from prunebench.record import RECORD_FILE, read_run
 from prunebench.routing import Convention, Scale
 from prunebench.run.foreign import same_torch
 from prunebench.run.sources import ModelFiles
@@ -37,6 +42,7 @@ __all__ = [
 ]
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
+EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 LONGEST_NAME = 160  # bytes of a folder's name; file systems take 255, and unfinished writes need some for themselves
 
 
@@ -90,6 +96,15 @@ class ArmSpec:
     experts_implementation: str | None = None
     batch_tokens: int = 8192
 
+    def __post_init__(self) -> None:
+        for name, hint in _hints().items():
+            if not _is_a(getattr(self, name), hint):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", expected=_in_words(hint))
+        if self.ratio is not None:
+            with contextlib.suppress(InvalidOperation):  # what is no number is refused where the budget is made
+                # 0.5, .5 and 0.50 are one ratio, so one arm.
+                object.__setattr__(self, "ratio", f"{Decimal(self.ratio).normalize():f}")
+
     @property
     def dense(self) -> bool:
         """Whether nothing is pruned."""
@@ -104,7 +119,7 @@ class ArmSpec:
             amount = f"keep{self.keep}" if self.keep is not None else f"ratio{self.ratio}" if self.ratio else ""
             operator = self.operator and Path(self.operator).stem
             parts = [
-                Path(self.mask).stem if self.mask else Path(str(self.method)).stem,
+                self._mask_part if self.mask else Path(str(self.method)).stem,
                 *self.parameters,
                 amount,
                 operator,
@@ -112,13 +127,23 @@ class ArmSpec:
                 self.scale,
                 None if self.text == ArmSpec.text else self.text.replace("/", "_"),
                 self.draw,
+                f"seed{self.seed}" if self.seed else None,
             ]
             name = "-".join(part for part in parts if part)
+        for value, usual in ((self.dtype, ArmSpec.dtype), (self.experts_implementation, None)):
+            if value != usual:
+                name += f"-{value}"
         if self.limit is not None:
             name += f"-limit{self.limit}"
         # Resolved, so that "." and ".." are folders with names, and never parts of the path.
         model = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model.replace("/", "--")
         return f"{_file_name(model)}/{_file_name(name)}"
+
+    @property
+    def _mask_part(self) -> str:
+        """The mask in the folder's name: that of its file, or of the run it is taken from."""
+        path = Path(str(self.mask))
+        return f"mask={path.resolve().name if path.is_dir() else path.stem}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -129,6 +154,27 @@ class ArmSpec:
         """Back from plain data."""
         fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
         return cls(**fields)
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(ArmSpec)
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    """Whether a value is of a field's type; True is no number."""
+    if isinstance(hint, types.UnionType):
+        return any(_is_a(value, member) for member in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+    return type(value) is hint
+
+
+def _in_words(hint: Any) -> str:
+    words = {int: "a whole number", str: "a text", types.NoneType: "None"}
+    if isinstance(hint, types.UnionType):
+        return " or ".join(words[member] for member in typing.get_args(hint))
+    return words.get(hint, "a tuple of texts")
 
 
 def _file_name(text: str) -> str:
@@ -176,6 +222,24 @@ class PreparedArm:
     known: dict[str, Any]
 
 
+def _check_settings(spec: ArmSpec) -> None:
+    """Refuse impossible settings of the machine and the evaluation."""
+    check_device(spec.device, spec.dtype)
+    if spec.device.partition(":")[0] not in {"cpu", "cuda"}:
+        raise UsageError(f"device {spec.device!r} is not supported", expected="cpu, cuda or cuda:N")
+    if spec.limit is not None and spec.limit < 1:
+        raise UsageError(f"limit {spec.limit} is impossible", expected="at least 1 item per task")
+    if spec.batch_tokens < 1:
+        raise UsageError(f"{spec.batch_tokens} tokens per forward are impossible", expected="at least 1")
+    if spec.seed < 0:
+        raise UsageError(f"seed {spec.seed} is impossible", expected="0 or more")
+    if spec.experts_implementation not in (None, *EXPERTS_IMPLEMENTATIONS):
+        raise UsageError(
+            f"unknown experts implementation {spec.experts_implementation!r}",
+            expected=", ".join(EXPERTS_IMPLEMENTATIONS),
+        )
+
+
 def prepare(spec: ArmSpec) -> PreparedArm:
     """Resolve and check an arm; reads no weights but for their digest.
 
@@ -183,16 +247,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         UsageError: whatever is wrong with the request, in one line.
         PrerequisiteError: a missing device, file or hub model.
     """
-    check_device(spec.device, spec.dtype)
-    if spec.device.partition(":")[0] not in {"cpu", "cuda"}:
-        raise UsageError(f"device {spec.device!r} is not supported", expected="cpu, cuda or cuda:N")
+    _check_settings(spec)
     calibration = CalibrationSpec(spec.text, spec.blocks, spec.length, spec.draw)
-    if spec.limit is not None and spec.limit < 1:
-        raise UsageError(f"limit {spec.limit} is impossible", expected="at least 1 item per task")
-    if spec.batch_tokens < 1:
-        raise UsageError(f"{spec.batch_tokens} tokens per forward are impossible", expected="at least 1")
-    if spec.seed < 0:
-        raise UsageError(f"seed {spec.seed} is impossible", expected="0 or more")
     suites = _suites(spec.suites)
     method = _method(spec.method, spec.parameters)
     operator = _method(spec.operator, spec.operator_parameters) or method
@@ -209,11 +265,16 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
-    if scale is not None and scale.kind == "ref":
+    if scale is not None:
         _check_reference(scale, shapes, budget, mask)
     read_headers(files.folder)  # whole safetensors, of which the record will state the bytes
     tokenizer_sha256 = files.tokenizer_sha256()
     tokens = None if spec.text.startswith("hub:") else files.calibration_tokens(calibration)
+    if spec.length > (positions := files.positions()):
+        raise UsageError(
+            f"calibration blocks of {spec.length} tokens are longer than the model's context",
+            expected=f"at most {positions} tokens per block",
+        )
     implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
     known: dict[str, Any] = {
         "engine": ENGINE_VERSION,
@@ -263,6 +324,8 @@ def _mask(text: str) -> tuple[Mask, str]:
     path = Path(text)
     if not path.is_dir():
         return Mask.load(path), path.stem
+    if not (path / RECORD_FILE).is_file():
+        raise UsageError("the folder holds no run", where=text, expected=f"a mask file, or a folder with {RECORD_FILE}")
     record = read_run(path).record
     if record["mask"] is None:
         raise UsageError("the run has no mask", where=text, expected="a pruned run, not a dense one")
@@ -273,12 +336,7 @@ def _check_reference(scale: Scale, shapes: tuple[LayerShape, ...], budget: Budge
     """Refuse a reference set that is larger than the survivors of a layer."""
     for shape in shapes:
         gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.pruned_count(shape) if budget else 0
-        if scale.k2 > shape.experts - gone:
-            raise UsageError(
-                f"scale {scale} needs {scale.k2} survivors",
-                where=f"layer {shape.index} with {shape.experts - gone}",
-                expected=f"ref:k2 with k2 ≤ {shape.experts - gone}",
-            )
+        scale.check_possible(shape.experts - gone, where=f"layer {shape.index}")
 
 
 def _suites(names: tuple[str, ...]) -> tuple[Suite, ...]:

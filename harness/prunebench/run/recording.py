@@ -18,6 +18,7 @@ from prunebench.loader import content_root
 from prunebench.plan import Plan
 from prunebench.record import SCHEMA, Item, items_to_table, run_id
 from prunebench.replacement import Constant, Zero
+from prunebench.routing import Convention
 from prunebench.run.arm import PreparedArm
 from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
 
@@ -64,7 +65,7 @@ def record_of(
         "metrics": metrics_from_items(items_to_table(items), headline),
         "headline": headline,
         "integrity": [check.to_json() for check in checks],
-        "storage": _storage(arm.folder, plan),
+        "storage": _storage(arm.folder, plan, arm.convention),
         "routing": routing,
         "mask": None if plan is None else plan.mask.to_json(),
         "tensors": {} if plan is None else plan.manifest(),
@@ -94,7 +95,7 @@ def _pruned_share(plan: Plan) -> float:
     return plan.mask.pruned_count / sum(layer.experts for layer in plan.mask.layers)
 
 
-def _storage(folder: Path, plan: Plan | None) -> dict[str, Any]:
+def _storage(folder: Path, plan: Plan | None, convention: Convention) -> dict[str, Any]:
     """Bytes of the arm's checkpoint.
 
     Fills are stored in the dtype of the experts, and rerouting at renorm alone lets the pruned experts' router rows go
@@ -105,7 +106,8 @@ def _storage(folder: Path, plan: Plan | None) -> dict[str, Any]:
         return {name: value for name, value in stored_bytes(headers).items() if name in ("total", "parts")}
     expert = next(tensor for name, tensor in headers.items() if part_of(name) == "experts")
     value_bytes = expert.bytes // max(1, int(np.prod(expert.shape)))
-    keep_rows = not (plan.fills_nothing and plan.scales == ("renorm",))
+    # As install.shrink does: only a router without groups can lose rows, and only where nothing needs them.
+    keep_rows = not (plan.fills_nothing and plan.scales == ("renorm",) and convention.groups is None)
     return pruned_bytes(
         headers, plan.mask, fill_values_bytes=plan.values_stored * value_bytes, keep_router_rows=keep_rows
     )

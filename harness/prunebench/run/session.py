@@ -11,10 +11,11 @@ import fcntl
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
 from prunebench.plan import Plan, layer_views, make_plan
 from prunebench.record import Item, Run, read_run, write_run
-from prunebench.run.arm import DEFAULT_SUITES, ArmSpec, PreparedArm, matches, prepare
+from prunebench.run.arm import ArmSpec, PreparedArm, matches, prepare
 from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.recording import git_state, record_of, routing_of
 from prunebench.run.sources import calibration_tokens
@@ -262,19 +263,25 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
     Args:
         out: records folder.
         progress: called with (what, done, total).
-        options: fields of `ArmSpec`; `model` is required. `ratio` may be a number, and files may be paths.
+        options: fields of `ArmSpec`; `model` is required. `ratio` may be a number, files may be paths, and parameters
+            a mapping.
 
     Example:
         >>> prunebench.run(model="tiny-olmoe", method="reap", ratio=0.5)  # doctest: +SKIP
     """
-    for name in ("model", "method", "mask", "operator", "ratio"):
-        if options.get(name) is not None:
+    for name in ("model", "method", "mask", "operator", "ratio", "suites"):
+        if isinstance(options.get(name), Path | float | Decimal):
             options[name] = str(options[name])
     for name in ("suites", "parameters", "operator_parameters"):
-        if name in options:
-            given = options[name]
-            options[name] = (given,) if isinstance(given, str) else tuple(map(str, given))
-    options.setdefault("suites", DEFAULT_SUITES)
+        given = options.get(name)
+        if isinstance(given, Mapping):
+            options[name] = tuple(f"{key}={value}" for key, value in given.items())
+        elif isinstance(given, str):
+            options[name] = (given,)
+        elif isinstance(given, Iterable):
+            options[name] = tuple(str(part) if isinstance(part, Path) else part for part in given)
+    if not isinstance(out, str | Path):
+        raise UsageError(f"out is {out!r}", expected="a folder")
     try:
         spec = ArmSpec(**options)
     except TypeError as error:

@@ -16,7 +16,7 @@ from prunebench.calibration import CalibrationSpec, CalibrationTokens, tokens_of
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.loader import ModelSource, content_root
 from prunebench.mask import LayerShape
-from prunebench.moe import peek, weights_sha256
+from prunebench.moe import context_length, peek, weights_sha256
 from prunebench.routing import Convention
 
 __all__ = ["ModelFiles", "calibration_tokens"]
@@ -49,6 +49,10 @@ class ModelFiles:
     def peek(self) -> tuple[tuple[LayerShape, ...], Convention]:
         """Layer shapes and router convention, from the config."""
         return _peek(self)
+
+    def positions(self) -> int:
+        """Tokens that the model takes at most."""
+        return _positions(self)
 
     def weights_sha256(self) -> str:
         """What identifies the weights."""
@@ -89,6 +93,11 @@ def _local_folder(source: ModelSource) -> Path:
 @lru_cache(maxsize=32)
 def _peek(files: ModelFiles) -> tuple[tuple[LayerShape, ...], Convention]:
     return peek(files.folder)
+
+
+@lru_cache(maxsize=32)
+def _positions(files: ModelFiles) -> int:
+    return context_length(files.folder)
 
 
 @lru_cache(maxsize=32)
