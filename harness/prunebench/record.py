@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
-from prunebench.mask import canonical_json
+from prunebench.mask import Mask, canonical_json
 from prunebench.storage import PARTS
 
 __all__ = [
@@ -79,6 +79,8 @@ _ARM: Final = (
     *("model", "convention", "mask", "operator", "scale", "resolved_scale"),
     *("ratio", "keep", "draw", "dense"),
 )
+_MODEL: Final = ("name", "weights_sha256", "tokenizer_sha256", "shape")
+_ARM_TEXTS: Final = ("mask", "operator", "scale", "resolved_scale", "draw")
 _CHECK_STATUS: Final = ("pass", "fail", "not applicable")
 
 Text: TypeAlias = NDArray[np.str_]
@@ -257,7 +259,11 @@ def _require_keys(part: Mapping[str, Any], keys: Iterable[str], name: str, where
 
 
 def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
-    """Raise a one-line `UsageError` unless `record` has the fields, types and internal agreement of schema 1."""
+    """Raise a one-line `UsageError` unless `record` has the fields, types and internal agreement of schema 1.
+
+    What an arm is said to be (`arm`, `mask`) must be what its identity says and what its mask gives. Stored bytes,
+    integrity and routing cannot be had without the weights; scores, not without the items (the board recomputes those).
+    """
     _require(isinstance(record, Mapping), "not a record", where, "a JSON object")
     schema = record.get("schema")
     _require(schema == SCHEMA, f"schema {schema!r}", where, f"schema {SCHEMA}; a newer prunebench may read it")
@@ -280,12 +286,105 @@ def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
     partial = identity["limit"] is not None
     agrees = partial == (record["status"] == "partial")
     _require(agrees, f"status {record['status']} with limit {identity['limit']}", where, "partial if there is a limit")
+    _validate_identity(identity, where)
+    _validate_mask(record, where)
+    _validate_arm(record, where)
     _validate_metrics(record, where)
     for entry in record["integrity"]:
         fine = isinstance(entry, dict) and {"check", "status", "detail"} <= set(entry)
         fine = fine and entry["status"] in _CHECK_STATUS
         _require(fine, f"integrity entry {entry!r}", where, f"check, detail and status {' | '.join(_CHECK_STATUS)}")
     _validate_storage(record["storage"], where)
+
+
+def _validate_identity(identity: Mapping[str, Any], where: str) -> None:
+    _require(isinstance(identity["model"], dict), "identity.model is no object", where, ", ".join(_MODEL))
+    _require_keys(identity["model"], _MODEL, "identity.model", where)
+    for key in ("method", "operator", "budget", "mask", "calibration"):
+        part = identity[key]
+        _require(part is None or isinstance(part, dict), f"identity.{key} is {part!r}", where, "an object or null")
+        parameters = (part or {}).get("parameters", {})
+        _require(isinstance(parameters, dict), f"identity.{key}.parameters is {parameters!r}", where, "an object")
+    for key in ("method", "operator"):
+        name = (identity[key] or {"name": ""}).get("name")
+        _require(isinstance(name, str), f"identity.{key}.name is {name!r}", where, "text")
+    suites = identity["suites"]
+    fine = isinstance(suites, dict) and all(isinstance(suite, dict) for suite in suites.values())
+    _require(fine, f"identity.suites is {suites!r}", where, "an object per suite")
+    for name, suite in suites.items():
+        fine = type(suite.get("version", 0)) is int and isinstance(suite.get("content", ""), str)
+        _require(fine, f"identity.suites.{name} is {suite!r}", where, "a whole version and a content digest")
+
+
+def _validate_mask(record: Mapping[str, Any], where: str) -> None:
+    """The pruned experts are those that the identity names, of layers that the model has."""
+    data, stated, shape = record["mask"], record["identity"]["mask"], record["identity"]["model"]["shape"]
+    if data is None:
+        _require(stated is None, f"identity.mask is {stated!r}, but there is no mask", where, "null")
+        return
+    mask = Mask.from_json(data, where=f"{where}, mask")
+    _require(
+        data == mask.to_json(), "the mask has other fields than a mask", where, "schema, model_shape, layers, digest"
+    )
+    _require(stated is not None, "identity.mask is null, but there is a mask", where, f"digest {mask.digest}")
+    _require_keys(stated, ("digest", "source"), "identity.mask", where)
+    _require(
+        stated["digest"] == mask.digest,
+        f"identity.mask.digest {stated['digest']!r}",
+        where,
+        f"the mask's {mask.digest}",
+    )
+    _require(
+        mask.model_shape == shape, f"the mask is for {mask.model_shape!r}", where, f"identity.model.shape {shape!r}"
+    )
+    named = [f"{layer.index}:{layer.experts}" for layer in mask.layers]
+    wanted = [layer.rpartition("x")[0] for layer in mask.model_shape.split()]
+    _require(named == wanted, f"the mask has layers {' '.join(named)}", where, f"those of its shape {' '.join(wanted)}")
+
+
+def _validate_arm(record: Mapping[str, Any], where: str) -> None:
+    """What tables show of an arm is what its identity and its mask say."""
+    arm, identity = record["arm"], record["identity"]
+    dense = record["mask"] is None
+    _require(
+        arm["dense"] is dense,
+        f"arm.dense {arm['dense']!r}",
+        where,
+        f"{dense}, as mask is {'null' if dense else 'given'}",
+    )
+    for key in ("model", "convention"):
+        _require(isinstance(arm[key], str), f"arm.{key} is {arm[key]!r}", where, "text")
+    for key in _ARM_TEXTS:
+        fine = arm[key] is None or (isinstance(arm[key], str) and not dense)
+        _require(fine, f"arm.{key} is {arm[key]!r}", where, "null for a dense arm" if dense else "text or null")
+    source = None if dense else identity["mask"]["source"]
+    agreeing = {
+        "model": identity["model"]["name"],
+        "mask": arm["mask"] if source == "file" else source,
+        "ratio": _share_pruned(record["mask"]),
+        "keep": (identity["budget"] or {}).get("keep"),
+        "draw": (identity["calibration"] or {}).get("draw"),
+    }
+    for key, wanted in agreeing.items():
+        _require(_same(arm[key], wanted), f"arm.{key} is {arm[key]!r}", where, f"{wanted!r}, as identity and mask say")
+    for key in ("operator", "calibration"):
+        part = identity[key]
+        _require((part is None) is dense, f"identity.{key} is {part!r}", where, "null exactly for a dense arm")
+
+
+def _share_pruned(mask: Mapping[str, Any] | None) -> float | None:
+    """The share of all experts that a mask's JSON removes; None without a mask."""
+    if mask is None:
+        return None
+    experts = sum(int(layer["E"]) for layer in mask["layers"])
+    return sum(len(layer["pruned"]) for layer in mask["layers"]) / max(1, experts)
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal as JSON values; numbers to rounding, and never true for 1."""
+    if isinstance(one, int | float) and isinstance(other, int | float) and bool not in {type(one), type(other)}:
+        return math.isclose(one, other, rel_tol=1e-12)
+    return type(one) is type(other) and one == other
 
 
 def _validate_metrics(record: Mapping[str, Any], where: str) -> None:
@@ -358,7 +457,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     try:
         validate(record, where=RECORD_FILE)
     except UsageError as error:
-        raise PrerequisiteError(f"half-written run folder: {error}", where=str(folder), fix=again) from error
+        raise PrerequisiteError(f"half-written or altered run folder: {error}", where=str(folder), fix=again) from error
     return dict(record)
 
 

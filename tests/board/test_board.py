@@ -27,7 +27,8 @@ def records(factory, tmp_path_factory):
     return folder
 
 
-SMALLER = Mask("1:8x2", (LayerMask(1, 8, (0, 3)),))
+SMALLER = Mask("1:8x2 2:8x2", (LayerMask(1, 8, (0, 3)), LayerMask(2, 8, (1, 2))))
+OTHER = Mask("1:8x2 2:8x2", (LayerMask(1, 8, (0, 3, 5, 6)), LayerMask(2, 8, (1, 2, 4, 6))))
 
 
 class Page(html.parser.HTMLParser):
@@ -78,36 +79,36 @@ def test_every_run_is_a_row_with_its_numbers_dense_first(records, tmp_path):
     assert rows[0]["method (mask)"] == "dense"
     assert [(r["method (mask)"], r["operator"], r["scale"]) for r in rows[1:4]] == [
         ("mone", "constant", "—"),
-        ("mone", "reroute", "other = renorm"),
-        ("mone", "reroute", "trained = keep"),
+        ("mone", "reroute", "other (= renorm)"),
+        ("mone", "reroute", "trained (= keep)"),
     ]
     runs = {run.record["run_id"]: run.record for run in map(read_run, runs_under(records).runs)}
     for row in rows:
         metrics = runs[row["run"]]["metrics"]
         m = {key: 100 * value for key, value in metrics["arithmetic"].items()}
-        assert row["arithmetic % ↑ [95 % CI], n = 20"] == f"{m['value']:.1f} [{m['low']:.1f}, {m['high']:.1f}]"
+        assert row["arithmetic (% ↑ [95 % CI], n = 20)"] == f"{m['value']:.1f} [{m['low']:.1f}, {m['high']:.1f}]"
         p = metrics["perplexity"]
         assert (
-            row["perplexity ↓ lower is better [95 % CI], n = 20"]
+            row["perplexity (↓ lower is better [95 % CI], n = 20)"]
             == f"{p['value']:.3f} [{p['low']:.3f}, {p['high']:.3f}]"
         )
-        assert row["integrity checks passed"] == "✓ 1/1"
-    assert rows[1]["stored MB % of dense"] == "2.50 55.6 %"
+        assert row["integrity (checks passed)"] == "✓ 1/1"
+    assert rows[1]["stored MB (% of dense)"] == "2.50 (55.6 %)"
 
 
 def test_differences_are_from_the_constant_on_the_same_mask(records, tmp_path):
     rows = markdown_rows(write_board(records, tmp_path).markdown.read_text())
-    column = "multiple_choice − constant points [95 % CI]"
+    column = "multiple_choice − constant (points [95 % CI])"
     value = {
-        (r["method (mask)"], r["operator"], r["scale"][:5]): r["multiple_choice % ↑ [95 % CI], n = 40"] for r in rows
+        (r["method (mask)"], r["operator"], r["scale"][:5]): r["multiple_choice (% ↑ [95 % CI], n = 40)"] for r in rows
     }
     number = {key: float(text.split()[0]) for key, text in value.items()}
     for row in rows:
         mask = row["method (mask)"]
         if mask == "dense":
-            assert row[column] == "— dense"
+            assert row[column] == "— (dense)"
         elif row["operator"] == "constant":
-            assert row[column] == "— is the constant"
+            assert row[column] == "— (is the constant)"
         else:
             gain = number[mask, "reroute", row["scale"][:5]] - number[mask, "constant", "—"]
             assert float(row[column].split()[0]) == pytest.approx(gain, abs=0.051)
@@ -115,14 +116,14 @@ def test_differences_are_from_the_constant_on_the_same_mask(records, tmp_path):
 
 @pytest.mark.parametrize(
     "other",
-    [{"draw": "B"}, {"model": "tiny-moonlight"}, {"mask": "random"}, {"mask_data": SMALLER}],
-    ids=lambda x: next(iter(x)),
+    [{"draw": "B"}, {"model": "tiny-moonlight"}, {"mask_data": OTHER}, {"mask_data": SMALLER}],
+    ids=["draw", "model", "mask", "budget"],
 )
 def test_a_constant_of_another_draw_model_mask_or_budget_does_not_serve(factory, tmp_path, other):
     factory.write(tmp_path / "r" / "a", factory.make_items(n=4))
     constant = {"operator": "constant", "scale": None, "resolved_scale": None}
     factory.write(tmp_path / "r" / "b", factory.make_items(n=4), **(constant | other))
-    assert write_board(tmp_path / "r", tmp_path).markdown.read_text().count("— no constant arm") == 3
+    assert write_board(tmp_path / "r", tmp_path).markdown.read_text().count("— (no constant arm)") == 3
     factory.write(tmp_path / "r" / "c", factory.make_items(n=4), **constant)
     assert "no constant arm" not in write_board(tmp_path / "r", tmp_path).markdown.read_text()
 
@@ -135,9 +136,9 @@ def test_a_constant_asked_for_alike_comes_before_one_of_the_same_mask(factory, t
     assert "no constant arm" not in shown
     factory.write(tmp_path / "r" / "c", factory.make_items(n=4), **constant)
     rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
-    gain = next(row for row in rows if row["operator"] == "reroute")["arithmetic − constant points [95 % CI]"]
+    gain = next(row for row in rows if row["operator"] == "reroute")["arithmetic − constant (points [95 % CI])"]
     assert gain == "+0.0 [+0.0, +0.0]"
-    factory.write(tmp_path / "r" / "d", factory.make_items(n=4), **constant, suites={"extra": {"version": 1}})
+    factory.write(tmp_path / "r" / "d", factory.make_items(n=4), **constant, identity={"operator": {"version": 2}})
     assert "several constant arms" in write_board(tmp_path / "r", tmp_path).markdown.read_text()
 
 
@@ -195,6 +196,16 @@ def test_partial_half_written_and_repeated_runs_are_left_out_with_the_reason(fac
         assert all(reason in path.read_text() for reason in reasons.values())
 
 
+def test_an_altered_record_is_left_out_with_what_is_wrong(records, tmp_path):
+    shutil.copytree(records, tmp_path / "r")
+    edit(tmp_path / "r" / "demo" / "tiny-olmoe-mone-constant", lambda r: r["arm"].update(ratio=0.25))
+    result = write_board(tmp_path / "r", tmp_path / "out")
+    assert result.rows == 6
+    assert (
+        "tiny-olmoe-mone-constant: half-written or altered run folder: arm.ratio is 0.25" in result.markdown.read_text()
+    )
+
+
 def test_nothing_to_show_is_one_line(factory, tmp_path):
     with pytest.raises(UsageError, match="no such folder"):
         write_board(tmp_path / "none", tmp_path)
@@ -213,8 +224,8 @@ def test_failed_checks_are_marked_and_named(factory, tmp_path):
     factory.write(tmp_path / "r" / "a", factory.make_items(n=2), integrity=checks)
     factory.write(tmp_path / "r" / "b", factory.make_items(n=2), integrity=[], mask="b")
     text = write_board(tmp_path / "r", tmp_path).markdown.read_text()
-    assert "**✗ 1/2** zero tokens" in text
-    assert "— no check applied" in text
+    assert "**✗ 1/2** (zero tokens)" in text
+    assert "— (no check applied)" in text
     assert "no dense run" in text
 
 
@@ -228,18 +239,20 @@ def test_suites_of_another_content_get_a_column_of_their_own(factory, tmp_path):
     )
     rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
     columns = [name for name in rows[0] if name.startswith("arithmetic v")]
-    assert [name.split(" %")[0].split(" −")[0] for name in columns] == [
+    assert [name.split(" (")[0].split(" −")[0] for name in columns] == [
         "arithmetic v1 c0ffee",
         "arithmetic v2 beef",
     ] * 2
-    assert rows[0][columns[0]] == "— not run"
-    assert rows[1][columns[2]] == "— not run"
+    assert [row["operator"] for row in rows] == ["constant", "reroute"]
+    assert rows[0][columns[0]] == "— (not run)"
+    assert rows[1][columns[2]] == "— (no constant arm)"
+    assert rows[1][columns[3]] == "— (not run)"
 
 
 def test_a_budget_by_count_shows_the_share_and_the_count(factory, tmp_path):
     factory.write(tmp_path / "r" / "a", factory.make_items(n=2), ratio=None, keep=4)
     rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
-    assert rows[0]["ratio pruned"] == "0.5 keep 4"
+    assert rows[0]["ratio pruned"] == "0.5 (keep 4)"
 
 
 def test_a_constant_on_other_items_gives_no_difference_but_the_reason(factory, tmp_path):
@@ -247,7 +260,7 @@ def test_a_constant_on_other_items_gives_no_difference_but_the_reason(factory, t
     constant = {"operator": "constant", "scale": None, "resolved_scale": None}
     factory.write(tmp_path / "r" / "b", factory.make_items(n=4), **constant)
     text = write_board(tmp_path / "r", tmp_path).markdown.read_text()
-    assert "— a (" in text
+    assert "— (a (" in text
     assert "lacks 1 of the items: arithmetic-003" in text
 
 
@@ -299,6 +312,12 @@ def test_the_page_is_accessible_and_needs_nothing_from_outside(records, tmp_path
 def test_every_word_of_the_columns_is_explained(records, tmp_path):
     result = write_board(records, tmp_path)
     for text in (result.markdown.read_text(), result.html.read_text()):
+        assert "every number" not in text, "bytes and checks are not recomputed"
+        for word in (
+            "computed again from the per-item outcomes",
+            "Stored bytes and integrity are as the record has them",
+        ):
+            assert word in text.split("Legend")[1]
         for word in ("trained", "keep", "renorm", "item bootstrap", "B = 10,000", "lower is better"):
             assert word in text.split("Legend")[1]
 
@@ -368,7 +387,7 @@ def test_pressing_a_column_title_goes_up_down_and_back(records, tmp_path, presse
     pressed.write_text(path.read_text().replace("</body>", press))
     page = in_browser(pressed, "", tmp_path / "profile")
     assert sorted_columns(page) == ({"stored": order} if order else {})
-    dense_at = [row[2][0] for row in page.rows[1:]].index("dense")
+    dense_at = [row[1][0] for row in page.rows[1:]].index("dense")
     assert dense_at == (6 if order == "ascending" else 0)
 
 

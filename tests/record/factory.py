@@ -21,6 +21,21 @@ HEADLINE = {
 MASK = Mask("1:8x2 2:8x2", (LayerMask(1, 8, (0, 3, 5, 7)), LayerMask(2, 8, (1, 2, 4, 6))))
 
 
+RANDOM_MASK = Mask(MASK.model_shape, (LayerMask(1, 8, (1, 2, 4, 6)), LayerMask(2, 8, (0, 3, 5, 7))))
+CALIBRATION = {"text": "world:general", "blocks": 4, "length": 8}
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`one` with the leaves of `other` in place."""
+    deep = {k: merged(one[k], v) for k, v in other.items() if isinstance(v, dict) and isinstance(one.get(k), dict)}
+    return one | other | deep
+
+
+def _operator(arm: dict[str, Any]) -> dict[str, Any]:
+    operator = {"name": arm["operator"], "version": 1, "file_sha256": "00", "parameters": {}, "scale": arm["scale"]}
+    return operator | ({"parameters": {"scale": "trained"}} if arm["operator"] == "reroute" else {})
+
+
 def make_items(*, seed: int = 0, n: int = 20, skill: float = 0.7) -> list[Item]:
     """n items per task of all three suites; `skill` is the chance of a right answer."""
     rng = np.random.default_rng(seed)
@@ -51,7 +66,13 @@ def make_items(*, seed: int = 0, n: int = 20, skill: float = 0.7) -> list[Item]:
 
 
 def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]:
-    """A valid record for these items; `changes` set arm fields, and `limit`, `suites`, `integrity`, `volatile`."""
+    """A valid record for these items.
+
+    Args:
+        items: of the run.
+        changes: fields of `arm`; `mask_data`; `identity`, which is merged into the identity, deeply; `limit`; `suites`,
+            added to those of the items; `integrity`; `volatile`.
+    """
     table = items if isinstance(items, ItemTable) else items_to_table(items)
     dense = bool(changes.get("dense"))
     arm: dict[str, Any] = {
@@ -68,6 +89,9 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
     }
     arm |= {key: value for key, value in changes.items() if key in arm}
     mask = None if dense else changes.get("mask_data", MASK)
+    budget = None if dense else {"ratio": str(arm["ratio"])} if arm["keep"] is None else {"keep": arm["keep"]}
+    if mask is not None:
+        arm["ratio"] = mask.pruned_count / sum(layer.experts for layer in mask.layers)
     headline = {suite: cells for suite, cells in HEADLINE.items() if suite in set(table.suite.tolist())}
     limit = changes.get("limit")
     identity: dict[str, Any] = {
@@ -75,13 +99,14 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
         "model": {
             "name": arm["model"],
             "weights_sha256": hashlib.sha256(arm["model"].encode()).hexdigest(),
+            "tokenizer_sha256": "7e",
             "shape": MASK.model_shape,
         },
         "method": None if dense else {"name": arm["mask"], "version": 1, "file_sha256": "00", "parameters": {}},
-        "operator": None if dense else {k: arm.get(k, "00") for k in ("name", "file_sha256", "operator", "scale")},
-        "budget": None if dense else {"ratio": str(arm["ratio"])},
-        "mask": None if mask is None else {"digest": mask.digest + str(arm["mask"]), "source": arm["mask"]},
-        "calibration": None if dense else {"text": "world:general", "blocks": 4, "length": 8, "draw": arm["draw"]},
+        "operator": None if dense else _operator(arm),
+        "budget": budget,
+        "mask": None if mask is None else {"digest": mask.digest, "source": arm["mask"]},
+        "calibration": None if dense else CALIBRATION | {"draw": arm["draw"], "fingerprint": f"f{arm['draw']}"},
         "suites": {suite: {"version": 1, "content": "c0ffee"} for suite in headline} | changes.get("suites", {}),
         "dtype": "float32",
         "device": "cpu",
@@ -90,6 +115,9 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
         "limit": limit,
         "seed": 0,
     }
+    identity = merged(identity, changes.get("identity", {}))
+    if not dense and identity["mask"]["source"] != "file":
+        identity["mask"]["source"] = arm["mask"]
     parts = {"experts": 4_000_000 if dense else 2_000_000, "router": 1_000, "embeddings": 500_000}
     default_integrity = [
         {"check": "empty mask", "status": "pass", "detail": ""},
@@ -131,5 +159,6 @@ def demo(records: Path, *, n: int = 20, model: str = "tiny-olmoe") -> None:
         ):
             items = make_items(seed=seed, n=n, skill={"mone": 0.7, "random": 0.4}[mask] + 0.02 * seed)
             arm = {"model": model, "mask": mask, "operator": operator, "scale": scale, "resolved_scale": resolved}
+            arm["mask_data"] = {"mone": MASK, "random": RANDOM_MASK}[mask]
             write(records / "-".join(filter(None, (model, mask, operator, scale))), items, **arm)
             seed += 1

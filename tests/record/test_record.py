@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from prunebench import record as record_module
 from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.mask import LayerMask, Mask
 from prunebench.record import (
     STATES,
     Item,
@@ -162,6 +163,66 @@ BROKEN = {
 }
 
 
+def _of_identity(change):
+    """An alteration by someone who makes the run id fit again."""
+
+    def apply(record):
+        change(record["identity"])
+        record["run_id"] = run_id(record["identity"])
+
+    return apply
+
+
+def _other_experts(record):
+    """Other experts, with the digest made to fit, so that the mask alone looks untouched."""
+    record["mask"]["layers"][0]["pruned"] = [0, 3, 5, 6]
+    del record["mask"]["digest"]
+    record["mask"] = Mask.from_json(record["mask"]).to_json()
+
+
+def _layer_dropped(record):
+    """One layer less, with both digests and the ratio made to fit."""
+    record["mask"] = Mask(record["mask"]["model_shape"], (LayerMask(1, 8, (0, 3, 5, 7)),)).to_json()
+    _of_identity(lambda i: i["mask"].update(digest=record["mask"]["digest"]))(record)
+
+
+BROKEN |= {
+    "mask edited": (lambda r: r["mask"]["layers"][0]["pruned"].pop(), "the mask was changed after it was written"),
+    "mask replaced": (_other_experts, "identity.mask.digest"),
+    "mask layer dropped": (_layer_dropped, "the mask has layers 1:8; in record; expected those of its shape 1:8 2:8"),
+    "mask with more fields": (lambda r: r["mask"].update(note="x"), "the mask has other fields"),
+    "mask removed": (lambda r: r.update(mask=None), "but there is no mask"),
+    "mask not of the identity": (_of_identity(lambda i: i.update(mask=None)), "identity.mask is null"),
+    "mask of another model": (_of_identity(lambda i: i["model"].update(shape="1:8x4 2:8x4")), "the mask is for '1:8x2"),
+    "called dense": (lambda r: r["arm"].update(dense=True), "arm.dense True; in record; expected False"),
+    "dense by number": (lambda r: r["arm"].update(dense=0), "arm.dense 0"),
+    "another ratio": (lambda r: r["arm"].update(ratio=0.25), "arm.ratio is 0.25; in record; expected 0.5"),
+    "no ratio": (lambda r: r["arm"].update(ratio=None), "arm.ratio is None; in record; expected 0.5"),
+    "another count": (lambda r: r["arm"].update(keep=4), "arm.keep is 4; in record; expected None"),
+    "another model": (lambda r: r["arm"].update(model="gpt"), "arm.model is 'gpt'; in record; expected 'tiny-olmoe'"),
+    "another draw": (lambda r: r["arm"].update(draw="B"), "arm.draw is 'B'; in record; expected 'A'"),
+    "another criterion": (lambda r: r["arm"].update(mask="mone"), "arm.mask is 'mone'; in record; expected 'reap'"),
+    "operator no text": (lambda r: r["arm"].update(operator=3), "arm.operator is 3"),
+    "no calibration": (_of_identity(lambda i: i.update(calibration=None)), "arm.draw is 'A'; in record; expected None"),
+    "no operator": (_of_identity(lambda i: i.update(operator=None)), "identity.operator is None"),
+    "no tokenizer": (
+        _of_identity(lambda i: i["model"].pop("tokenizer_sha256")),
+        "identity.model lacks tokenizer_sha256",
+    ),
+    "method no object": (_of_identity(lambda i: i.update(method="reap")), "identity.method is 'reap'"),
+    "parameters no object": (
+        _of_identity(lambda i: i["method"].update(parameters=1)),
+        "identity.method.parameters is 1",
+    ),
+    "operator unnamed": (_of_identity(lambda i: i["operator"].update(name=[1])), "identity.operator.name is [1]"),
+    "suite version": (
+        _of_identity(lambda i: i["suites"]["perplexity"].update(version="x")),
+        "identity.suites.perplexity",
+    ),
+    "suites no objects": (_of_identity(lambda i: i.update(suites={"a": 1})), "identity.suites is"),
+}
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_record_is_refused_in_one_line_and_nothing_is_written(tmp_path, record, items, case):
     change, message = BROKEN[case]
@@ -173,6 +234,32 @@ def test_a_broken_record_is_refused_in_one_line_and_nothing_is_written(tmp_path,
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("draw", "A"),
+        ("ratio", 0.0),
+        ("keep", 4),
+        ("mask", "reap"),
+        ("operator", "zero"),
+        ("scale", "keep"),
+        ("dense", False),
+    ],
+)
+def test_a_dense_record_has_nothing_of_a_pruned_arm(factory, items, key, value):
+    record = factory.make_record(items, dense=True)
+    validate(record)
+    record["arm"][key] = value
+    with pytest.raises(UsageError, match=rf"arm\.{key} "):
+        validate(record)
+
+
+def test_a_given_mask_has_the_name_of_its_file_and_a_budget_of_its_own(factory, items):
+    record = factory.make_record(items, mask="mine", identity={"mask": {"source": "file"}, "budget": None})
+    validate(record)
+    assert record["arm"]["ratio"] == 0.5
 
 
 def test_another_run_is_replaced_only_on_request(tmp_path, factory, items, record):
@@ -243,7 +330,7 @@ def test_a_half_written_run_is_one_line_listed_and_replaced(tmp_path, record, it
     write_run(tmp_path / "whole", record, items)
     write_run(tmp_path / "sub" / "half", record, items)
     HALVES[case](tmp_path / "sub" / "half")
-    with pytest.raises(PrerequisiteError, match="half-written run folder") as caught:
+    with pytest.raises(PrerequisiteError, match=r"half-written (or altered )?run folder") as caught:
         read_run(tmp_path / "sub" / "half")
     assert "\n" not in str(caught.value)
     assert not is_complete(tmp_path / "sub" / "half", record["run_id"])

@@ -1,8 +1,8 @@
 """The board: every complete run under a folder as one Markdown table and one sortable page.
 
 Scores are not taken on trust: each is computed again from the run's items, and a record that says otherwise stops the
-board. The other cells (storage, ratio, integrity) are the record's. No torch, no network, no dates: the same records
-give the same bytes.
+board. Stored bytes and integrity are the record's; ratio, model and draw were checked against its mask and identity
+when it was read. No torch, no network, no dates: the same records give the same bytes.
 """
 
 from __future__ import annotations

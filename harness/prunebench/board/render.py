@@ -10,20 +10,24 @@ from typing import Final
 
 import tabulate
 
-from prunebench.board.table import Cell, Column, Table
+from prunebench.board.naming import Cell, Column
+from prunebench.board.table import Table
 from prunebench.record import LeftOut
 
 __all__ = ["LEGEND", "to_html", "to_markdown"]
 
 TITLE: Final = "prunebench board"
 LEGEND: Final = (
-    ("convention", "what the router computes: its scores, and whether it was trained with top-k renormalization."),
-    ("method (mask)", "the criterion, or file, that chose the pruned experts."),
+    ("scores", "each score, interval and difference is computed again from the per-item outcomes of the runs, each ratio from the mask. Stored bytes and integrity are as the record has them: they cannot be had without the weights."),  # noqa: E501
+    ("model", "dtype, device and implementation of the experts are named where they differ, or are not float32, cpu and eager. No two runs read the same: where all else agrees, what differs is named, as in any other cell."),  # noqa: E501
+    ("method (mask)", "the criterion that chose the pruned experts, with its parameters, and its seed if that is not 0. Given mask: it came from a file or from another run."),  # noqa: E501
     ("operator", "what answers a slot whose expert is gone: constant (the expert's mean output), zero (nothing), reroute (the slot goes to the best survivor)."),  # noqa: E501
     ("scale", "the divisor Z of the survivors' gates when slots are rerouted. keep: that of the unpruned router, so that survivors keep their gates. renorm: gates rescaled for the experts that are left. trained: keep or renorm, whichever the router was trained with; other: the one it was not."),  # noqa: E501
+    ("convention", "what the router computes: its scores, and whether it was trained with top-k renormalization."),
+    ("calibration", "text and draw that the statistics come from, and number and length of its blocks where these differ. Of a given mask it is what the operator was fitted on, not what the mask was chosen on."),  # noqa: E501
     ("stored MB", "millions of bytes of all saved tensors, replacements included, tied ones once."),
     ("[95 % CI]", "item bootstrap: B = 10,000 resamples of the items of each task, seed 0, percentiles 2.5 and 97.5; it covers the choice of test items, not of calibration text. Suites of several tasks show the mean over tasks."),  # noqa: E501
-    ("− constant", "paired difference from the constant operator on the same model, mask, budget and draw, over the same items and resamples. Bold: the interval excludes zero (no correction for multiple comparisons)."),  # noqa: E501
+    ("− constant", "paired difference from the arm that differs in its operator alone, constant: same weights, tokenizer, mask, calibration, execution and suite; over the same items and resamples. Bold: the interval excludes zero (no correction for multiple comparisons)."),  # noqa: E501
     ("perplexity", "lower is better, and so is a difference below zero."),
     ("integrity", "checks passed of those that apply; failed ones are named."),
 )  # fmt: skip
@@ -32,8 +36,8 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'uns
 
 def to_markdown(table: Table, left_out: Sequence[LeftOut]) -> str:
     """The board for a README or a pull request."""
-    head = [_markdown(" ".join(filter(None, (column.title, column.detail)))) for column in table.columns]
-    body = [[_markdown_cell(cell) for cell in row] for row in table.rows]
+    head = [_markdown_text(column.title, column.detail) for column in table.columns]
+    body = [[_markdown_text(cell.text, cell.detail, strong=cell.strong) for cell in row] for row in table.rows]
     align = ["right" if column.numeric else "left" for column in table.columns]
     text = tabulate.tabulate(body, head, tablefmt="github", disable_numparse=True, colalign=align)
     notes = "\n".join(f"- **{_markdown(term)}**: {_markdown(meaning)}" for term, meaning in LEGEND)
@@ -48,9 +52,12 @@ def _markdown(text: str) -> str:
     return html.escape(escaped, quote=False)
 
 
-def _markdown_cell(cell: Cell) -> str:
-    main = _markdown(cell.text)
-    return " ".join(filter(None, (f"**{main}**" if cell.strong else main, _markdown(cell.detail))))
+def _markdown_text(text: str, detail: str, *, strong: bool = False) -> str:
+    """A text with its second part in parentheses; an interval has its brackets already."""
+    main = f"**{_markdown(text)}**" if strong else _markdown(text)
+    if not detail:
+        return main
+    return f"{main} {_markdown(detail if detail.startswith('[') else f'({detail})')}"
 
 
 def to_html(table: Table, left_out: Sequence[LeftOut]) -> str:
@@ -81,7 +88,7 @@ def to_html(table: Table, left_out: Sequence[LeftOut]) -> str:
 </form>
 <div class="scroll" role="region" aria-labelledby="caption" tabindex="0">
 <table id="board">
-<caption id="caption">Pruned models and their dense originals, every number from per-item outcomes.
+<caption id="caption">Pruned models and their dense originals, every score from per-item outcomes.
 Column titles sort; the address then links to that order.</caption>
 <thead>
 <tr>

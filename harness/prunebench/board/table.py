@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from prunebench.analysis import PERCENT, Contrast, compare, headline_cells, is_loss
+from prunebench.board.naming import IDENTIFYING, Cell, Column, identifying_cells
 from prunebench.errors import PruneBenchError
 from prunebench.mask import canonical_json
 from prunebench.record import Run
@@ -14,24 +15,7 @@ from prunebench.record import Run
 __all__ = ["Cell", "Column", "Table", "build_table"]
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column: a stable key (used in links), its title, a second line, and whether it sorts as numbers."""
-
-    key: str
-    title: str
-    detail: str = ""
-    numeric: bool = False
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell: what it says, a smaller second part, its sort key (None: unknown, last), and emphasis."""
-
-    text: str
-    detail: str = ""
-    sort: float | str | None = None
-    strong: bool = False
+_CHOOSES: Final = ("budget", "method", "seed")
 
 
 @dataclass(frozen=True)
@@ -58,40 +42,44 @@ class _Suite:
 
 
 def build_table(runs: Sequence[Run]) -> Table:
-    """All runs, the dense one first within its model, then by method, budget, draw, operator and scale."""
+    """All runs, the dense one first within its model, then by method, budget, calibration, operator and scale."""
     ordered = sorted(runs, key=_order)
     suites = _suites(ordered)
+    constants = _constants(ordered)
     columns = [
-        Column("model", "model"),
-        Column("convention", "convention"),
-        Column("method", "method (mask)"),
-        Column("operator", "operator"),
-        Column("scale", "scale"),
-        Column("ratio", "ratio pruned", numeric=True),
-        Column("draw", "draw"),
+        *IDENTIFYING,
         Column("stored", "stored MB", "% of dense", numeric=True),
         *(Column(s.label, s.label, _suite_detail(s), numeric=True) for s in suites),
         *(Column(f"{s.label}-gain", f"{s.label} − constant", _gain_detail(s), numeric=True) for s in suites),
         Column("integrity", "integrity", "checks passed", numeric=True),
         Column("run", "run"),
     ]
-    return Table(tuple(columns), tuple(_row(run, ordered, suites) for run in ordered))
+    rows = (
+        (
+            *names,
+            _stored(run, ordered),
+            *(_value(run, suite) for suite in suites),
+            *(_gain(run, _constant_of(run, suite, constants), suite) for suite in suites),
+            _integrity(run),
+            Cell(run.record["run_id"]),
+        )
+        for run, names in zip(ordered, identifying_cells(ordered), strict=True)
+    )
+    return Table(tuple(columns), tuple(rows))
 
 
 def _order(run: Run) -> tuple[Any, ...]:
-    arm = run.record["arm"]
-    words = (arm["draw"] or "", arm["operator"] or "", arm["scale"] or "", run.record["run_id"])
-    return (arm["model"], _weights(run), not arm["dense"], arm["mask"] or "", _share_pruned(run), *words)
+    arm, identity = run.record["arm"], run.record["identity"]
+    execution = tuple(str(identity[field]) for field in ("dtype", "device", "experts_implementation"))
+    parameters = canonical_json((identity["method"] or {}).get("parameters"))
+    chosen = (arm["mask"] or "", parameters, str(identity["seed"]), arm["ratio"] or 0.0)
+    fitted = (str((identity["calibration"] or {}).get("text")), arm["draw"] or "")
+    answered = (arm["operator"] or "", arm["scale"] or "", run.record["run_id"])
+    return (arm["model"], _weights(run), *execution, not arm["dense"], *chosen, *fitted, *answered)
 
 
 def _weights(run: Run) -> str:
     return str(run.record["identity"]["model"]["weights_sha256"])
-
-
-def _share_pruned(run: Run) -> float:
-    layers = (run.record["mask"] or {}).get("layers", [])
-    experts = sum(layer["E"] for layer in layers)
-    return sum(len(layer["pruned"]) for layer in layers) / experts if experts else 0.0
 
 
 def _content(run: Run, suite: str) -> str:
@@ -103,13 +91,20 @@ def _version(run: Run, suite: str) -> tuple[int, str]:
     return int(stated.get("version", 0)), str(stated.get("content", ""))
 
 
+def _short(version: tuple[int, str]) -> tuple[int, str]:
+    return version[0], version[1][:6]
+
+
 def _suites(runs: Sequence[Run]) -> list[_Suite]:
     seen = {(suite, _content(run, suite)): run for run in reversed(runs) for suite in run.record["headline"]}
     names = [suite for suite, _ in seen]
+    shorts = [(suite, *_short(_version(run, suite))) for (suite, _), run in seen.items()]
     result = []
     for (suite, content), run in sorted(seen.items(), key=lambda entry: (entry[0][0], _version(entry[1], entry[0][0]))):
         version, digest = _version(run, suite)
-        several = f" v{version} {digest[:6]}" if names.count(suite) > 1 else ""
+        short = _short((version, digest))
+        shown = short if shorts.count((suite, *short)) == 1 else (version, digest)
+        several = f" v{shown[0]} {shown[1]}" if names.count(suite) > 1 else ""
         metrics = {cell[2] for cell in headline_cells(run.record["headline"], suite)}
         counts = {r.record["metrics"][suite]["n"] for r in runs if suite in r.record["headline"]}
         result.append(
@@ -134,37 +129,6 @@ def _gain_detail(suite: _Suite) -> str:
     return ("points" if suite.percent else "difference") + ("; below 0 is better" if suite.loss else "") + " [95 % CI]"
 
 
-def _row(run: Run, runs: Sequence[Run], suites: Sequence[_Suite]) -> tuple[Cell, ...]:
-    arm, identifier = run.record["arm"], run.record["run_id"]
-    dense = bool(arm["dense"])
-    resolved = arm["resolved_scale"]
-    constant = _constant_of(run, runs)
-    return (
-        Cell(arm["model"]),
-        Cell(arm["convention"]),
-        Cell("dense" if dense else arm["mask"] or "—", strong=dense),
-        Cell(arm["operator"] or "—"),
-        Cell(arm["scale"] or "—", f"= {resolved}" if resolved and resolved != arm["scale"] else ""),
-        _ratio(run),
-        Cell(arm["draw"] or "—"),
-        _stored(run, runs),
-        *(_value(run, suite) for suite in suites),
-        *(_gain(run, constant, suite) for suite in suites),
-        _integrity(run),
-        Cell(identifier),
-    )
-
-
-def _ratio(run: Run) -> Cell:
-    arm, share = run.record["arm"], _share_pruned(run)
-    if arm["dense"]:
-        return Cell("0", sort=0.0)
-    if arm["keep"] is not None:
-        return Cell(f"{share:.3g}", f"keep {arm['keep']}", sort=share)
-    asked = f"{arm['ratio']:g}" if arm["ratio"] is not None else f"{share:.3g}"
-    return Cell(asked, sort=share)
-
-
 def _stored(run: Run, runs: Sequence[Run]) -> Cell:
     total = run.record["storage"]["total"]
     dense = {r.record["storage"]["total"] for r in runs if r.record["arm"]["dense"] and _weights(r) == _weights(run)}
@@ -187,25 +151,45 @@ def _show(value: float, suite: _Suite, sign: str = "") -> str:
     return f"{value:{sign}.3f}" if abs(value) < 1000 else f"{value:{sign}.4g}"
 
 
-def _arm_key(run: Run) -> str:
-    """What an arm shares with the constant it is measured against: weights, mask (so budget) and calibration draw."""
-    mask = run.record["identity"]["mask"] or {}
-    return canonical_json([_weights(run), mask.get("digest"), run.record["arm"]["draw"]])
+def _arm_key(run: Run, suite: str) -> str:
+    """All that a constant arm shares with an arm that differs from it in the operator alone, as far as a suite goes.
+
+    Left out of the identity are the operator; what chose the mask (method, budget, seed), as the digest says which
+    experts are gone; what the weights are called; and the other suites, which do not touch this one's items.
+    """
+    identity = run.record["identity"]
+    shared = {key: value for key, value in identity.items() if key not in {"operator", *_CHOOSES}}
+    shared["model"] = {key: value for key, value in identity["model"].items() if key != "name"}
+    shared["mask"] = (identity["mask"] or {}).get("digest")
+    shared["suites"] = identity["suites"].get(suite)
+    return canonical_json([suite, shared])
 
 
-def _budget(run: Run) -> object:
-    return run.record["identity"]["budget"]
+def _constants(runs: Sequence[Run]) -> Mapping[str, list[Run]]:
+    """The constant arms by their key, under each suite they ran."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.record["arm"]["operator"] == "constant":
+            for suite in run.record["headline"]:
+                found.setdefault(_arm_key(run, suite), []).append(run)
+    return found
 
 
-def _constant_of(run: Run, runs: Sequence[Run]) -> Run | str:
-    """The constant arm on the same mask, or why there is none to compare with."""
+def _constant_of(run: Run, suite: _Suite, constants: Mapping[str, list[Run]]) -> Run | str:
+    """The arm that differs in nothing but its constant operator, or why there is none to compare with."""
     if run.record["arm"]["dense"]:
         return "dense"
     if run.record["arm"]["operator"] == "constant":
         return "is the constant"
-    found = [r for r in runs if r.record["arm"]["operator"] == "constant" and _arm_key(r) == _arm_key(run)]
-    # A mask given as a file carries no budget of its own; among several constants the one asked for alike is meant.
-    found = [r for r in found if _budget(r) == _budget(run)] or found
+    if not suite.has(run):
+        return "not run"
+    found = constants.get(_arm_key(run, suite.name), [])
+    # A given mask carries no budget or method of its own; among several constants, the one asked for alike is meant.
+    for field in (*_CHOOSES, "suites"):
+        wanted = run.record["identity"][field]
+        found = [other for other in found if other.record["identity"][field] == wanted] or found
+    # A criterion of its own operator may be constant too (such as mone); the house's own file is the reference.
+    found = [other for other in found if other.record["identity"]["operator"]["name"] == "constant"] or found
     if len(found) == 1:
         return found[0]
     return "several constant arms" if found else "no constant arm"
@@ -214,8 +198,6 @@ def _constant_of(run: Run, runs: Sequence[Run]) -> Run | str:
 def _gain(run: Run, constant: Run | str, suite: _Suite) -> Cell:
     if isinstance(constant, str):
         return Cell("—", constant)
-    if not (suite.has(run) and suite.has(constant)):
-        return Cell("—", "not run")
     try:
         contrast: Contrast = compare(run, constant, suites=[suite.name]).of_suite(suite.name)
     except PruneBenchError as error:
