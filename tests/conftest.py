@@ -1,9 +1,14 @@
-"""Settings for all tests: hypothesis profiles, and no network and one thread even outside tox."""
+"""For all tests: hypothesis profiles, no network and one thread even outside tox, and the float64 oracle."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Before anything imports torch or a hub client; tox.ini sets the same.
@@ -26,3 +31,15 @@ settings.register_profile(
     "nightly", deadline=None, max_examples=500, print_blob=True, suppress_health_check=_SLOW_IS_FINE
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """`tests/routing/oracle.py`: what routers, experts and statistics compute, in float64, without prunebench."""
+    name = "prunebench_tests_oracle"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "routing" / "oracle.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -75,5 +75,5 @@ def test_a_router_trained_without_renormalisation_has_no_reference_set():
 
 
 def test_a_reference_set_larger_than_what_is_routable_is_refused():
-    with pytest.raises(UsageError, match=r"ref:5 needs 5 routable experts; expected k2 ≤ 4"):
+    with pytest.raises(UsageError, match=r"ref:5 needs 5 survivors; expected ref:k2 with k2 ≤ 4"):
         gates(QWEN, "ref:5", pruned=(0, 1))

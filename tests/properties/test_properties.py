@@ -93,11 +93,14 @@ def distinct(case: Case) -> bool:
 def test_keep_and_renorm_pick_the_same_experts_and_differ_by_one_scalar_per_token(case):
     (index_TK, keep_TK), (other_TK, renorm_TK) = case.reroute("keep"), case.reroute("renorm")
     assert torch.equal(index_TK, other_TK)
-    for keep_K, renorm_K in zip(keep_TK.double(), renorm_TK.double(), strict=True):
+    logits_TE = case.call.logits_TE
+    # The router's own gates are float32: a softmax loses relative accuracy with the depth of the logit below the top.
+    depth_T = (logits_TE.amax(-1) - logits_TE.gather(1, index_TK).amin(-1)).tolist()
+    for keep_K, renorm_K, depth in zip(keep_TK.double(), renorm_TK.double(), depth_T, strict=True):
         normal = (keep_K > 1e-35) & (renorm_K > 1e-35)
         ratio = keep_K[normal] / renorm_K[normal]
         if len(ratio):
-            assert float(ratio.max() / ratio.min() - 1) < 1e-6
+            assert float(ratio.max() / ratio.min() - 1) < (8 + depth) * 2**-23
 
 
 @given(cases(), st.sampled_from(["keep", "renorm", "interp:0.3", "ref:1"]))
