@@ -33,13 +33,24 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
-@pytest.fixture(scope="session")
-def oracle() -> ModuleType:
-    """`tests/routing/oracle.py`: what routers, experts and statistics compute, in float64, without prunebench."""
-    name = "prunebench_tests_oracle"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "routing" / "oracle.py")
+def _module(path: str) -> ModuleType:
+    """A helper file of the tests, as a module; `tests/` is no package."""
+    name = f"prunebench_tests_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """What routers, experts and statistics compute, in float64, without prunebench."""
+    return _module("routing/oracle.py")
+
+
+@pytest.fixture(scope="session")
+def factory() -> ModuleType:
+    """Synthetic runs."""
+    return _module("record/factory.py")

@@ -110,7 +110,7 @@ def test_the_checks_leave_the_model_as_it_was(moe):
 def test_an_output_off_by_two_ten_millionths_fails_the_empty_mask(monkeypatch, kernel):
     moe = open_model(random_model("olmoe", experts_implementation=kernel))
     reduce = hooks._LayerHooks._reduce
-    monkeypatch.setattr(hooks._LayerHooks, "_reduce", lambda self, batch: reduce(self, batch) * (1 + 2e-7))
+    monkeypatch.setattr(hooks._LayerHooks, "_reduce", lambda *call: reduce(*call) * (1 + 2e-7))
     check = integrity.check_empty_mask(moe, random_ids(2, 16))
     assert check.status == "fail"
     assert "scale keep: logits differ by up to" in check.detail
@@ -124,11 +124,13 @@ def test_gates_off_by_two_ten_millionths_fail_the_empty_mask(monkeypatch, moe):
 
 def test_slots_added_in_another_order_fail_the_empty_mask(monkeypatch):
     moe = open_model(random_model("olmoe", experts_implementation="grouped_mm"))
-    monkeypatch.setattr(
-        hooks._LayerHooks,
-        "_reduce",
-        lambda self, batch: (batch.outputs_TKD * batch.gates_TK[..., None]).flip(1).sum(1).to(batch.x_TD.dtype),
-    )
+
+    def flipped(_self, call, outputs_SD, _counts_E):
+        outputs_TKD = outputs_SD.new_zeros(*call.index_TK.shape, outputs_SD.shape[-1])
+        outputs_TKD[call.token_S, call.slot_S] = outputs_SD
+        return (outputs_TKD * call.gates_TK[..., None]).flip(1).sum(1).to(call.x_TD.dtype)
+
+    monkeypatch.setattr(hooks._LayerHooks, "_reduce", flipped)
     assert integrity.check_empty_mask(moe, random_ids(4, 24)).status == "fail"
 
 

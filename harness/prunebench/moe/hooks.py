@@ -160,12 +160,7 @@ class TokenBatch:
     @cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
         """(expert, first row, end row) of every expert with rows; reads the counts to the host once."""
-        result, start = [], 0
-        for expert, count in enumerate(self.counts_E.tolist()):
-            if count:
-                result.append((expert, start, start + count))
-            start += count
-        return tuple(result)
+        return _segments(self.counts_E)
 
 
 @dataclass
@@ -383,67 +378,69 @@ class _LayerHooks:
         call = self.instrument.calls.pop(self.layer.index)
         if not self.by_row:
             return None
-        outputs_SD = self._answer(call, output)
         counts_E = _rows_per_expert(call.expert_S, self.layer.expert_count)
-        scores_TE, choice_TE = scores_and_choice(call.router.convention, call.router.logits_TE, call.router.bias_E)
-        batch = TokenBatch(
-            call.x_TD,
-            scores_TE,
-            choice_TE,
-            call.index_TK,
-            call.gates_TK,
-            outputs_SD,
-            call.expert_S,
-            call.token_S,
-            call.slot_S,
-            counts_E,
-            self.instrument.block_T(outputs_SD.device),
-        )
+        outputs_SD = self._answer(call, output, counts_E)
         if self.instrument.observer is not None:
+            batch = self._batch(call, outputs_SD, counts_E)
             self.instrument.observer(self.layer, _without_padding(batch, self.instrument.valid_T(outputs_SD.device)))
-        return self._reduce(batch)
+        return self._reduce(call, outputs_SD, counts_E)
 
-    def _answer(self, call: _Call, output: Tensor) -> Tensor:
+    def _batch(self, call: _Call, outputs_SD: Tensor, counts_E: Tensor) -> TokenBatch:
+        """What an observer sees of this call."""
+        scores_TE, choice_TE = scores_and_choice(call.router.convention, call.router.logits_TE, call.router.bias_E)
+        return TokenBatch(
+            x_TD=call.x_TD,
+            scores_TE=scores_TE,
+            choice_TE=choice_TE,
+            index_TK=call.index_TK,
+            gates_TK=call.gates_TK,
+            outputs_SD=outputs_SD,
+            expert_S=call.expert_S,
+            token_S=call.token_S,
+            slot_S=call.slot_S,
+            counts_E=counts_E,
+            block_T=self.instrument.block_T(outputs_SD.device),
+        )
+
+    def _answer(self, call: _Call, output: Tensor, counts_E: Tensor) -> Tensor:
         """Outputs of every row: the experts' own, and the fills' in the holes ([S, D])."""
         if not self.fills:
             return output
         outputs_SD = output.new_zeros(call.expert_S.shape[0], output.shape[-1])
         outputs_SD[call.own_S] = output[: call.own_S.shape[0]]
-        counts = _rows_per_expert(call.expert_S, self.layer.expert_count).tolist()
         valid_T = self.instrument.valid_T(output.device)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count and expert in self.fills:
-                token_S = call.token_S[start : start + count]
-                answer_SD = self.fills[expert](call.x_TD[token_S].to(self.fill_dtypes[expert]))
-                if answer_SD.shape != (count, output.shape[-1]):
-                    raise UsageError(
-                        f"the fill of expert {expert} answers with shape {tuple(answer_SD.shape)}",
-                        where=self.layer.name,
-                        expected=f"{(count, output.shape[-1])}, one output per row",
-                    )
-                outputs_SD[start : start + count] = answer_SD.to(output.dtype)
-                self.counters.answered += count if valid_T is None else valid_T[token_S].sum()
-            start += count
+        for expert, start, end in _segments(counts_E):
+            if expert not in self.fills:
+                continue
+            token_S = call.token_S[start:end]
+            answer_SD = self.fills[expert](call.x_TD[token_S].to(self.fill_dtypes[expert]))
+            if answer_SD.shape != (end - start, output.shape[-1]):
+                raise UsageError(
+                    f"the fill of expert {expert} answers with shape {tuple(answer_SD.shape)}",
+                    where=self.layer.name,
+                    expected=f"{(end - start, output.shape[-1])}, one output per row",
+                )
+            outputs_SD[start:end] = answer_SD.to(output.dtype)
+            self.counters.answered += end - start if valid_T is None else valid_T[token_S].sum()
         return outputs_SD
 
-    def _reduce(self, batch: TokenBatch) -> Tensor:
+    def _reduce(self, call: _Call, outputs_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Σ_k g·f in the order and dtype of the module's own code ([T, D]).
 
         `eager` adds by increasing expert id, rounding to the hidden dtype after every addition; the fused
         implementations weigh, sum over slots at once, and round once.
         """
         if self.layer.reduces_in_expert_order:
-            total_TD = torch.zeros_like(batch.x_TD)
-            for _, start, end in batch.segments:
-                token_S, slot_S = batch.token_S[start:end], batch.slot_S[start:end]
-                weighted_SD = batch.outputs_SD[start:end] * batch.gates_TK[token_S, slot_S, None]
+            total_TD = torch.zeros_like(call.x_TD)
+            for _, start, end in _segments(counts_E):
+                token_S, slot_S = call.token_S[start:end], call.slot_S[start:end]
+                weighted_SD = outputs_SD[start:end] * call.gates_TK[token_S, slot_S, None]
                 total_TD.index_add_(0, token_S, weighted_SD.to(total_TD.dtype))
             return total_TD
-        weighted_SD = batch.outputs_SD * batch.gates_S[:, None]
-        weighted_TKD = weighted_SD.new_empty(*batch.index_TK.shape, weighted_SD.shape[-1])
-        weighted_TKD[batch.token_S, batch.slot_S] = weighted_SD
-        return weighted_TKD.sum(dim=1).to(batch.x_TD.dtype)
+        weighted_SD = outputs_SD * call.gates_TK[call.token_S, call.slot_S, None]
+        weighted_TKD = weighted_SD.new_empty(*call.index_TK.shape, weighted_SD.shape[-1])
+        weighted_TKD[call.token_S, call.slot_S] = weighted_SD
+        return weighted_TKD.sum(dim=1).to(call.x_TD.dtype)
 
     def _count_slots(self, index_TK: Tensor) -> None:
         counters, valid_T = self.counters, self.instrument.valid_T(index_TK.device)
@@ -458,6 +455,16 @@ class _LayerHooks:
 def _stored_dtype(fill: nn.Module) -> torch.dtype | None:
     """The dtype of a fill's first floating tensor; None (leave as it is) if it stores none."""
     return next((t.dtype for t in fill.state_dict().values() if t.is_floating_point()), None)
+
+
+def _segments(counts_E: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """(expert, first row, end row) of every expert with rows; reads the counts to the host."""
+    result, start = [], 0
+    for expert, count in enumerate(counts_E.tolist()):
+        if count:
+            result.append((expert, start, start + count))
+        start += count
+    return tuple(result)
 
 
 def _rows_per_expert(expert_S: Tensor, experts: int) -> Tensor:

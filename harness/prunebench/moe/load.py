@@ -21,6 +21,7 @@ __all__ = [
     "context_length",
     "experts_implementation_for",
     "load_model",
+    "load_tokenizer",
     "peek",
     "quiet_libraries",
     "weights_sha256",
@@ -120,7 +121,7 @@ def load_model(
         UsageError: unknown dtype, a folder that is no checkpoint, a model that cannot be opened.
         PrerequisiteError: a missing device.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     check_device(device, dtype)
     options: dict[str, Any] = {
@@ -132,11 +133,11 @@ def load_model(
         options["device_map"] = device_map
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(
             f"cannot load the model: {_first_line(error)}", where=str(folder), fix="check the folder's files"
         ) from error
+    tokenizer = load_tokenizer(folder)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
@@ -147,6 +148,20 @@ def load_model(
     if device_map is None:
         model = model.to(device)
     return LoadedModel(name, open_model(model.requires_grad_(requires_grad=False)), tokenizer, folder)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """A checkpoint's tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"cannot load the tokenizer: {_first_line(error)}",
+            where=str(folder),
+            expected="the model's tokenizer beside its weights",
+        ) from error
 
 
 def quiet_libraries() -> None:
@@ -167,6 +182,8 @@ def check_device(device: str, dtype: str) -> None:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise UsageError(f"unknown device {device!r}", expected="cpu, cuda or cuda:N") from error
+    if kind not in {"cpu", "cuda"}:
+        raise UsageError(f"device {device!r} is not supported", expected="cpu, cuda or cuda:N")
     if kind == "cuda" and not torch.cuda.is_available():
         raise PrerequisiteError("no CUDA device is available", where=f"device {device}", fix="use cpu")
 

@@ -225,8 +225,6 @@ class PreparedArm:
 def _check_settings(spec: ArmSpec) -> None:
     """Refuse impossible settings of the machine and the evaluation."""
     check_device(spec.device, spec.dtype)
-    if spec.device.partition(":")[0] not in {"cpu", "cuda"}:
-        raise UsageError(f"device {spec.device!r} is not supported", expected="cpu, cuda or cuda:N")
     if spec.limit is not None and spec.limit < 1:
         raise UsageError(f"limit {spec.limit} is impossible", expected="at least 1 item per task")
     if spec.batch_tokens < 1:
@@ -267,14 +265,14 @@ def prepare(spec: ArmSpec) -> PreparedArm:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
     if scale is not None:
         _check_reference(scale, shapes, budget, mask)
-    read_headers(files.folder)  # whole safetensors, of which the record will state the bytes
-    tokenizer_sha256 = files.tokenizer_sha256()
-    tokens = None if spec.text.startswith("hub:") else files.calibration_tokens(calibration)
     if spec.length > (positions := files.positions()):
         raise UsageError(
             f"calibration blocks of {spec.length} tokens are longer than the model's context",
             expected=f"at most {positions} tokens per block",
         )
+    read_headers(files.folder)  # whole safetensors, of which the record will state the bytes
+    tokenizer_sha256 = files.tokenizer_sha256()
+    tokens = None if spec.text.startswith("hub:") else files.calibration_tokens(calibration)
     implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
     known: dict[str, Any] = {
         "engine": ENGINE_VERSION,

@@ -16,7 +16,7 @@ from prunebench.calibration import CalibrationSpec, CalibrationTokens, tokens_of
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.loader import ModelSource, content_root
 from prunebench.mask import LayerShape
-from prunebench.moe import context_length, peek, weights_sha256
+from prunebench.moe import context_length, load_tokenizer, peek, weights_sha256
 from prunebench.routing import Convention
 
 __all__ = ["ModelFiles", "calibration_tokens"]
@@ -126,17 +126,7 @@ def _tokenizer_sha256(files: ModelFiles) -> str:
 
 @lru_cache(maxsize=32)
 def _tokenizer(files: ModelFiles) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise UsageError(
-            f"cannot load the tokenizer: {reason}",
-            where=str(files.folder),
-            expected="the model's tokenizer beside its weights",
-        ) from error
+    return load_tokenizer(files.folder)
 
 
 def calibration_tokens(spec: CalibrationSpec, tokenizer: Any) -> CalibrationTokens:
