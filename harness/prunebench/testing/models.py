@@ -1,4 +1,4 @@
-"""For tests of methods and of prunebench itself: random tiny models of every supported router convention.
+"""Random tiny models of every supported router convention.
 
 Not for benchmarks: nothing here is trained. Router weights and selection biases are drawn large enough that selection
 varies from token to token.
