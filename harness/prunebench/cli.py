@@ -84,6 +84,11 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--blocks", type=int, default=256, help="calibration blocks (default %(default)s)")
     run.add_argument("--length", type=int, default=128, help="tokens per block (default %(default)s)")
     run.add_argument("--draw", default="A", help="slice of the calibration text: A, B or C")
+    fit = run.add_argument_group("another calibration for what the operator is fitted on (default: the mask's)")
+    fit.add_argument("--fit-text", help="as --text")
+    fit.add_argument("--fit-blocks", type=int, help="as --blocks")
+    fit.add_argument("--fit-length", type=int, help="as --length")
+    fit.add_argument("--fit-draw", help="as --draw")
     run.add_argument("--suite", action="append", help="suite by name or path (may be repeated; default: all shipped)")
     run.add_argument("--seed", type=int, default=0, help="seed of random selections (default %(default)s)")
     run.add_argument("--out", type=Path, default=Path("results"), help="records folder (default %(default)s)")
@@ -227,6 +232,10 @@ def _run(options: argparse.Namespace) -> Result:
         blocks=options.blocks,
         length=options.length,
         draw=options.draw,
+        fit_text=options.fit_text,
+        fit_blocks=options.fit_blocks,
+        fit_length=options.fit_length,
+        fit_draw=options.fit_draw,
         suites=tuple(options.suite or DEFAULT_SUITES),
         seed=options.seed,
         **_machine(options),
@@ -276,8 +285,14 @@ def _grid(options: argparse.Namespace) -> Result:
         return 0, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders)
     with _Progress() as progress:
         result = grid(track, options.out, jobs=options.jobs, announce=progress.say, progress=progress.step)
-    data = {"done": result.done, "reused": result.reused, "failed": dict(result.failed)}
-    text = f"{track.name}: {len(result.done)} done, {len(result.reused)} already there, {len(result.failed)} failed"
+    data = {
+        "done": result.done,
+        "reused": result.reused,
+        "failed": dict(result.failed),
+        "score_passes": result.score_passes,
+    }
+    counts = f"{len(result.done)} done, {len(result.reused)} already there, {len(result.failed)} failed"
+    text = f"{track.name}: {counts}, {result.score_passes} score passes"
     return 1 if result.failed else 0, data, text
 
 

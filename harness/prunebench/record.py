@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,10 +77,11 @@ _IDENTITY: Final = (
 )
 _ARM: Final = (
     *("model", "convention", "mask", "operator", "scale", "resolved_scale"),
-    *("ratio", "keep", "draw", "dense"),
+    *("ratio", "keep", "dense"),
 )
+_CALIBRATION: Final = ("text", "blocks", "length", "draw", "fingerprint")
 _MODEL: Final = ("name", "weights_sha256", "tokenizer_sha256", "shape")
-_ARM_TEXTS: Final = ("mask", "operator", "scale", "resolved_scale", "draw")
+_ARM_TEXTS: Final = ("mask", "operator", "scale", "resolved_scale")
 _CHECK_STATUS: Final = ("pass", "fail", "not applicable")
 
 Text: TypeAlias = NDArray[np.str_]
@@ -363,13 +364,28 @@ def _validate_arm(record: Mapping[str, Any], where: str) -> None:
         "mask": arm["mask"] if source == "file" else source,
         "ratio": _share_pruned(record["mask"]),
         "keep": (identity["budget"] or {}).get("keep"),
-        "draw": (identity["calibration"] or {}).get("draw"),
     }
     for key, wanted in agreeing.items():
         _require(_same(arm[key], wanted), f"arm.{key} is {arm[key]!r}", where, f"{wanted!r}, as identity and mask say")
     for key in ("operator", "calibration"):
         part = identity[key]
         _require((part is None) is dense, f"identity.{key} is {part!r}", where, "null exactly for a dense arm")
+    _validate_calibration(identity, where)
+
+
+def _validate_calibration(identity: Mapping[str, Any], where: str) -> None:
+    """What the mask was chosen on and what the operator was fitted on, each an object or null."""
+    calibration = identity["calibration"]
+    if calibration is None:
+        return
+    _require(
+        set(calibration) == {"mask", "fit"}, f"identity.calibration has {', '.join(calibration)}", where, "mask and fit"
+    )
+    for key, part in calibration.items():
+        fine = part is None or (isinstance(part, dict) and set(part) == set(_CALIBRATION))
+        _require(fine, f"identity.calibration.{key} is {part!r}", where, f"null, or {', '.join(_CALIBRATION)}")
+    given = identity["mask"]["source"] == "file"
+    _require(not (given and calibration["mask"]), "identity.calibration.mask is stated for a given mask", where, "null")
 
 
 def _share_pruned(mask: Mapping[str, Any] | None) -> float | None:
@@ -416,6 +432,11 @@ class Run:
     record: dict[str, Any]
     items: ItemTable
     path: Path
+
+    def calibration(self, part: Literal["mask", "fit"]) -> Mapping[str, Any] | None:
+        """What the mask was chosen on, or the operator fitted on; None if nothing was."""
+        stated: Mapping[str, Any] | None = (self.record["identity"]["calibration"] or {}).get(part)
+        return stated
 
     @property
     def name(self) -> str:

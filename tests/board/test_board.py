@@ -275,7 +275,7 @@ def test_hostile_text_is_shown_and_never_runs(factory, tmp_path):
         "mask": HOSTILE,
         "operator": HOSTILE,
         "scale": HOSTILE,
-        "draw": HOSTILE,
+        "fit_draw": HOSTILE,
     }
     factory.write(tmp_path / "r" / "a", factory.make_items(n=2), **arm, integrity=checks)
     (tmp_path / "r" / "<img src=x onerror=alert(1)>").mkdir()

@@ -30,7 +30,8 @@ LEAVES = [
     *("method.name", "method.version", "method.file_sha256", "method.parameters"),
     *("operator.name", "operator.version", "operator.file_sha256", "operator.parameters", "operator.scale"),
     *("mask.digest", "mask.source"),
-    *("calibration.text", "calibration.blocks", "calibration.length", "calibration.draw", "calibration.fingerprint"),
+    *(f"calibration.mask.{key}" for key in ("text", "blocks", "length", "draw", "fingerprint")),
+    *(f"calibration.fit.{key}" for key in ("text", "blocks", "length", "draw", "fingerprint")),
     *("suites.arithmetic.version", "suites.arithmetic.content"),
     *("suites.multiple_choice.version", "suites.multiple_choice.content"),
     *("suites.perplexity.version", "suites.perplexity.content"),
@@ -56,7 +57,7 @@ def leaves(value, path=()):
 
 
 def altered(run, changes):
-    """The run with identity fields set, and what follows from them: run id and the arm's own name and draw."""
+    """The run with identity fields set, and what follows from them: run id and the arm's own name."""
     record = copy.deepcopy(run.record)
     for name, value in changes.items():
         *way, last = name.split(".")
@@ -66,7 +67,7 @@ def altered(run, changes):
         if part is not None:
             part[last] = value
     identity = record["identity"]
-    record["arm"] |= {"model": identity["model"]["name"], "draw": (identity["calibration"] or {}).get("draw")}
+    record["arm"] |= {"model": identity["model"]["name"]}
     record["run_id"] = run_id(identity)
     return Run(record, run.items, run.path)
 
@@ -107,7 +108,7 @@ def test_a_constant_that_differs_in_one_identity_field_does_not_serve(make, name
         mine = {key: text for key, text in found.items() if key.startswith(suite)}
         assert sorted(mine.values()) == ["no constant arm", "not run"]
         assert {text for key, text in found.items() if key not in mine} == {"paired"}
-    elif field in CHOOSES or name in {"model.name", "mask.source"}:
+    elif field in CHOOSES or name in {"model.name", "mask.source"} or name.startswith("calibration.mask"):
         assert set(found.values()) == {"paired"}
     else:
         assert set(found.values()) == {"no constant arm"}
@@ -156,7 +157,7 @@ def read(runs):
     """The identifying cells of each run as a reader sees them, in both files: [page rows, Markdown rows]."""
     table = build_table(runs)
     width = len(IDENTIFYING)
-    assert [column.key for column in table.columns[:width]][-1] == "calibration"
+    assert [column.key for column in table.columns[:width]][-2:] == ["calibration", "fit"]
     page = [tuple(" ".join(text.split()) for text in row[:width]) for row in Cells(to_html(table, [])).rows[1:]]
     lines = [line for line in to_markdown(table, []).splitlines() if line.startswith("|")][2:]
     text = [tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1 : width + 1]) for line in lines]
@@ -165,7 +166,7 @@ def read(runs):
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_runs_that_differ_in_one_identity_field_read_differently(make, name):
-    run = make()
+    run = make(**CONSTANT)
     runs = [run, altered(run, {name: other(run, name)})]
     for rows in read(runs):
         assert len(set(rows)) == 2
@@ -175,12 +176,13 @@ VALUES = st.sampled_from(
     ["", "A", "A ", " A", "—", "dense", "1", 1, 0, 0.2, True, None, "a" * 40, "a" * 41, [1], {"p": 1}]
 )
 TEXTS = st.sampled_from(["", "A", "A ", "A  A", "A A", "—", "dense", "a" * 40, "a" * 41])
-FREE = [x for x in LEAVES if x not in {"model.name", "calibration.draw", "method.parameters", "operator.parameters"}]
+TYPED = ("model.name", "calibration.mask.draw", "calibration.fit.draw", "method.parameters", "operator.parameters")
+FREE = [x for x in LEAVES if x not in TYPED]
 FREE = [x for x in FREE if not x.startswith("suites.") and x != "mask.source"]
 PARAMETERS = st.dictionaries(st.sampled_from(["p", "q", "scale"]), VALUES, max_size=2)
 CHANGES = st.one_of(
     st.dictionaries(st.sampled_from(FREE), VALUES, max_size=2),
-    st.dictionaries(st.sampled_from(["model.name", "calibration.draw", "mask.source"]), TEXTS, max_size=2),
+    st.dictionaries(st.sampled_from([*TYPED[:3], "mask.source"]), TEXTS, max_size=2),
     st.dictionaries(st.sampled_from(["method.parameters", "operator.parameters"]), PARAMETERS, max_size=2),
     st.just({"mask.source": "file"}),
 )
@@ -206,8 +208,8 @@ def row(make, *others, **identity):
 
 def test_the_usual_run_has_no_small_print(make):
     cells = row(make)
-    assert [cells[c.key].detail for c in IDENTIFYING] == ["", "", "", "= keep", "", "", ""]
-    assert cells["calibration"].text == "world:general A"
+    assert [cells[c.key].detail for c in IDENTIFYING] == ["", "", "", "= keep", "", "", "", ""]
+    assert [cells[key].text for key in ("calibration", "fit")] == ["world:general A", "—"]
     assert row(make, make(dense=True), make(**CONSTANT))["model"].detail == ""
 
 
@@ -240,9 +242,29 @@ def test_execution_is_named_where_it_is_unusual_or_differs(make):
 
 
 def test_calibration_says_text_and_draw_and_its_size_where_sizes_differ(make):
-    other = {"text": "world:code", "draw": "B", "blocks": 9}
+    other = {"mask": {"text": "world:code", "draw": "B", "blocks": 9}}
     assert row(make, calibration=other)["calibration"].visible == "world:code B"
     assert row(make, make(identity={"calibration": other}))["calibration"].visible == "world:general A 4 × 8 tokens"
+
+
+def test_what_an_operator_was_fitted_on_stands_beside_what_its_mask_was_chosen_on(make):
+    refitted = make(**CONSTANT, fit_draw="B")
+    (found,) = build_table([refitted]).rows
+    assert [found[6].text, found[7].text] == ["world:general A", "world:general B"]
+
+
+def test_an_arm_that_fits_nothing_is_compared_with_the_constant_fitted_on_the_masks_own_calibration(make):
+    constants = [make(**CONSTANT), make(**CONSTANT, fit_draw="B")]
+    assert set(gains([make(), *constants]).values()) == {"paired"}
+    assert set(gains([make(), constants[1]]).values()) == {"no constant arm"}
+
+
+def test_a_fitted_arm_is_compared_with_the_constant_of_the_same_fit(make):
+    tilts = [make(operator="tilt", scale=None, resolved_scale=None, fit_draw=draw) for draw in "AB"]
+    table = build_table([*tilts, make(**CONSTANT, fit_draw="B")])
+    said = {row[7].text: row[[c.key for c in table.columns].index("arithmetic-gain")].detail for row in table.rows}
+    assert said["world:general A"] == "no constant arm"
+    assert said["world:general B"].startswith("[") or said["world:general B"] == "is the constant"
 
 
 def test_what_has_no_place_of_its_own_is_named_beside_what_it_is_about(make):
@@ -250,4 +272,8 @@ def test_what_has_no_place_of_its_own_is_named_beside_what_it_is_about(make):
     assert "model.weights_sha256 01234567" in row(make, make(), **long)["model"].detail.split(", ")
     assert row(make, make(), batch_tokens=7)["model"].detail == "batch_tokens 7"
     assert row(make, make(), budget={"ratio": "0.51"})["ratio"].detail == "budget.ratio 0.51"
-    assert row(make, make(), calibration={"fingerprint": "fX"})["calibration"].detail == "calibration.fingerprint fX"
+    renamed = {"mask": {"fingerprint": "fX"}}
+    assert row(make, make(), calibration=renamed)["calibration"].detail == "calibration.mask.fingerprint fX"
+    fits = [make(**CONSTANT, identity={"calibration": {"fit": {"fingerprint": name}}}) for name in ("f1", "f2")]
+    said = sorted(cells[7].detail for cells in build_table(fits).rows)
+    assert said == ["calibration.fit.fingerprint f1", "calibration.fit.fingerprint f2"]

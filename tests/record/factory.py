@@ -22,7 +22,8 @@ MASK = Mask("1:8x2 2:8x2", (LayerMask(1, 8, (0, 3, 5, 7)), LayerMask(2, 8, (1, 2
 
 
 RANDOM_MASK = Mask(MASK.model_shape, (LayerMask(1, 8, (1, 2, 4, 6)), LayerMask(2, 8, (0, 3, 5, 7))))
-CALIBRATION = {"text": "world:general", "blocks": 4, "length": 8}
+CALIBRATION = {"text": "world:general", "blocks": 4, "length": 8, "draw": "A", "fingerprint": "fA"}
+FITTED = ("constant", "tilt")
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +35,13 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def _operator(arm: dict[str, Any]) -> dict[str, Any]:
     operator = {"name": arm["operator"], "version": 1, "file_sha256": "00", "parameters": {}, "scale": arm["scale"]}
     return operator | ({"parameters": {"scale": "trained"}} if arm["operator"] == "reroute" else {})
+
+
+def _calibrations(arm: dict[str, Any], draw: str | None, fit_draw: str | None) -> dict[str, Any]:
+    """The mask's calibration, and the fit's of an operator that is fitted."""
+    mask = CALIBRATION | {"draw": draw or "A", "fingerprint": f"f{draw or 'A'}"}
+    fit = mask | {"draw": fit_draw or mask["draw"], "fingerprint": f"f{fit_draw or mask['draw']}"}
+    return {"mask": mask, "fit": fit if arm["operator"] in FITTED else None}
 
 
 def make_items(*, seed: int = 0, n: int = 20, skill: float = 0.7) -> list[Item]:
@@ -70,8 +78,8 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
 
     Args:
         items: of the run.
-        changes: fields of `arm`; `mask_data`; `identity`, which is merged into the identity, deeply; `limit`; `suites`,
-            added to those of the items; `integrity`; `volatile`.
+        changes: fields of `arm`; `draw` and `fit_draw`; `mask_data`; `identity`, which is merged into the identity,
+            deeply; `limit`; `suites`, added to those of the items; `integrity`; `volatile`.
     """
     table = items if isinstance(items, ItemTable) else items_to_table(items)
     dense = bool(changes.get("dense"))
@@ -84,7 +92,6 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
         "resolved_scale": None if dense else "keep",
         "ratio": None if dense else 0.5,
         "keep": None,
-        "draw": None if dense else "A",
         "dense": dense,
     }
     arm |= {key: value for key, value in changes.items() if key in arm}
@@ -106,7 +113,7 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
         "operator": None if dense else _operator(arm),
         "budget": budget,
         "mask": None if mask is None else {"digest": mask.digest, "source": arm["mask"]},
-        "calibration": None if dense else CALIBRATION | {"draw": arm["draw"], "fingerprint": f"f{arm['draw']}"},
+        "calibration": None if dense else _calibrations(arm, changes.get("draw"), changes.get("fit_draw")),
         "suites": {suite: {"version": 1, "content": "c0ffee"} for suite in headline} | changes.get("suites", {}),
         "dtype": "float32",
         "device": "cpu",
@@ -118,6 +125,8 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
     identity = merged(identity, changes.get("identity", {}))
     if not dense and identity["mask"]["source"] != "file":
         identity["mask"]["source"] = arm["mask"]
+    elif not dense:
+        identity["calibration"]["mask"] = None
     parts = {"experts": 4_000_000 if dense else 2_000_000, "router": 1_000, "embeddings": 500_000}
     default_integrity = [
         {"check": "empty mask", "status": "pass", "detail": ""},

@@ -149,7 +149,7 @@ BROKEN = {
     "unknown status": (lambda r: r.update(status="done"), "status 'done'"),
     "changed identity": (lambda r: r["identity"].update(seed=1), "is not its identity's"),
     "identity gap": (lambda r: r["identity"].pop("dtype"), "identity lacks dtype"),
-    "arm gap": (lambda r: r["arm"].pop("draw"), "arm lacks draw"),
+    "arm gap": (lambda r: r["arm"].pop("keep"), "arm lacks keep"),
     "limit not declared": (lambda r: r.update(status="partial"), "status partial with limit None"),
     "infinite metric": (lambda r: r["metrics"]["perplexity"].update(value=float("inf")), "not plain JSON"),
     "lone surrogate": (lambda r: r["arm"].update(model="\ud800"), "not plain JSON"),
@@ -200,10 +200,21 @@ BROKEN |= {
     "no ratio": (lambda r: r["arm"].update(ratio=None), "arm.ratio is None; in record; expected 0.5"),
     "another count": (lambda r: r["arm"].update(keep=4), "arm.keep is 4; in record; expected None"),
     "another model": (lambda r: r["arm"].update(model="gpt"), "arm.model is 'gpt'; in record; expected 'tiny-olmoe'"),
-    "another draw": (lambda r: r["arm"].update(draw="B"), "arm.draw is 'B'; in record; expected 'A'"),
+    "mask both given and chosen": (
+        _of_identity(lambda i: i["mask"].update(source="file")),
+        "identity.calibration.mask is stated for a given mask",
+    ),
     "another criterion": (lambda r: r["arm"].update(mask="mone"), "arm.mask is 'mone'; in record; expected 'reap'"),
     "operator no text": (lambda r: r["arm"].update(operator=3), "arm.operator is 3"),
-    "no calibration": (_of_identity(lambda i: i.update(calibration=None)), "arm.draw is 'A'; in record; expected None"),
+    "no calibration": (_of_identity(lambda i: i.update(calibration=None)), "identity.calibration is None"),
+    "calibration of one": (
+        _of_identity(lambda i: i.update(calibration=i["calibration"]["mask"])),
+        "identity.calibration has text, blocks, length, draw, fingerprint; in record; expected mask and fit",
+    ),
+    "calibration gap": (
+        _of_identity(lambda i: i["calibration"]["mask"].pop("draw")),
+        "expected null, or text, blocks, length, draw, fingerprint",
+    ),
     "no operator": (_of_identity(lambda i: i.update(operator=None)), "identity.operator is None"),
     "no tokenizer": (
         _of_identity(lambda i: i["model"].pop("tokenizer_sha256")),
@@ -239,7 +250,6 @@ def test_a_broken_record_is_refused_in_one_line_and_nothing_is_written(tmp_path,
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("draw", "A"),
         ("ratio", 0.0),
         ("keep", 4),
         ("mask", "reap"),

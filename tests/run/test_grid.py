@@ -44,6 +44,20 @@ def test_open_arms_are_run_and_finished_ones_are_not(spec, tmp_path):
     assert [line.split()[0] for line in lines] == ["done", "done", "have", "have", "done"]
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_one_score_pass_serves_all_arms_on_a_model_text_and_draw(spec, tmp_path, jobs):
+    fits = [spec(method="mone", operator="constant", **fit) for fit in ({}, {"fit_draw": "B"}, {"fit_draw": "C"})]
+    arms = (
+        spec(method=None, ratio=None),
+        *fits,
+        *(spec(method=name) for name in ("reap", "sge", "frequency", "random")),
+    )
+    result = grid(track(*arms), tmp_path, jobs=jobs)
+    assert len(result.done) == len(arms)
+    assert result.score_passes == 3
+    assert grid(track(*arms), tmp_path, jobs=jobs).score_passes == 0
+
+
 def test_one_impossible_arm_stops_a_grid_before_anything_runs(spec, tmp_path):
     for jobs in (1, 2):
         with pytest.raises(UsageError, match=r"prunes nothing; in arm rand/frequency-ratio0\.01"):

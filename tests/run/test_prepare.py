@@ -85,6 +85,12 @@ def given_mask(folder: Path, pruned=None, shapes=None) -> str:
         ({"text": "file:/nowhere.txt"}, "no such calibration text.*/nowhere.txt"),
         ({"blocks": 10**6, "length": 128}, "the calibration text has [0-9]+ tokens.*use at most [0-9]+ blocks"),
         ({"draw": "C", "blocks": 10**5}, "draw C.*use at most"),
+        ({"operator": "constant", "fit_draw": "D"}, "unknown draw 'D'"),
+        ({"operator": "constant", "fit_text": "world:cooking"}, "no such calibration text"),
+        ({"operator": "constant", "fit_length": 1}, "1 tokens"),
+        ({"operator": "reroute", "fit_draw": "B"}, "reroute fits nothing.*leave the fit's calibration out"),
+        ({"operator": "zero", "fit_blocks": 4}, "zero fits nothing"),
+        ({"method": None, "ratio": None, "fit_draw": "B"}, "the dense model fits nothing"),
     ],
     ids=repr,
 )
@@ -103,6 +109,10 @@ def test_an_impossible_request_is_one_line_before_any_weight_is_read(changes, sa
         ({"method": None, "operator": "constant"}, "already says how many.*--ratio"),
         ({"method": None, "ratio": None, "operator": "constant", "scale": "keep"}, "has no meaning"),
         ({"ratio": None, "keep": 8, "operator": "constant"}, "already says how many"),
+        (
+            {"method": None, "ratio": None, "operator": "constant", "fit_draw": "B"},
+            "the mask is given, so .*fit's already",
+        ),
     ],
     ids=repr,
 )
@@ -254,6 +264,10 @@ def test_what_is_known_changes_with_everything_that_can_change_a_number(spec, mo
         {"ratio": "0.25"},
         {"method": "reap"},
         {"operator": "zero"},
+        {"operator": "constant", "fit_draw": "B"},
+        {"operator": "constant", "fit_text": "world:code"},
+        {"operator": "constant", "fit_blocks": 9},
+        {"operator": "constant", "fit_length": 33},
         {"operator": "reroute", "scale": "keep"},
         {"operator": "reroute", "operator_parameters": ("scale=keep",)},
         {"dtype": "bfloat16"},
@@ -327,3 +341,9 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(changes, message, 
 def test_a_folder_without_a_run_is_no_mask(spec, tmp_path):
     with pytest.raises(UsageError, match="the folder holds no run"):
         prepare(spec(method=None, ratio=None, mask=str(tmp_path), operator="constant"))
+
+
+def test_a_fit_asked_for_as_the_masks_own_is_the_same_arm(spec):
+    plain, said = spec(operator="constant"), spec(operator="constant", fit_draw="A", fit_text="world:general")
+    assert said == plain
+    assert said.folder == plain.folder

@@ -74,13 +74,13 @@ def test_the_arm_says_what_was_asked_and_what_came_of_it(arms):
     def said(name, *keys):
         return tuple(arms[name].run.record["arm"][key] for key in keys)
 
-    what = ("mask", "operator", "scale", "resolved_scale", "ratio", "keep", "draw", "dense")
-    assert said("dense", *what) == (None, None, None, None, None, None, None, True)
-    assert said("renorm", *what) == ("frequency", "reroute", "renorm", "renorm", 0.5, None, "A", False)
-    assert said("other", *what) == ("frequency", "reroute", "other", "renorm", 0.5, None, "A", False)
-    assert said("constant", *what) == ("frequency", "constant", None, None, 0.5, None, "A", False)
+    what = ("mask", "operator", "scale", "resolved_scale", "ratio", "keep", "dense")
+    assert said("dense", *what) == (None, None, None, None, None, None, True)
+    assert said("renorm", *what) == ("frequency", "reroute", "renorm", "renorm", 0.5, None, False)
+    assert said("other", *what) == ("frequency", "reroute", "other", "renorm", 0.5, None, False)
+    assert said("constant", *what) == ("frequency", "constant", None, None, 0.5, None, False)
     assert said("zero", *what)[:4] == ("frequency", "zero", None, None)
-    assert said("kept", *what) == ("frequency", "reroute", "trained", "keep", 0.25, 12, "A", False)
+    assert said("kept", *what) == ("frequency", "reroute", "trained", "keep", 0.25, 12, False)
 
 
 def test_the_recorded_mask_is_the_one_of_the_identity_and_prunes_what_was_asked(arms):
@@ -189,6 +189,7 @@ def test_only_volatile_fields_tell_two_executions_apart(arms, spec, tmp_path):
     [
         {"seed": 1},
         {"draw": "B"},
+        {"operator": "constant", "fit_draw": "B"},
         {"dtype": "bfloat16"},
         {"batch_tokens": 64},
         {"limit": 2},

@@ -16,6 +16,14 @@ from prunebench.run import Session
 from prunebench.run import session as session_module
 from prunebench.run.arm import prepare
 
+FITS = {
+    "A, A": {"draw": "A"},
+    "A, B": {"draw": "A", "fit_draw": "B"},
+    "B, A": {"draw": "B", "fit_draw": "A"},
+    "B, B": {"draw": "B"},
+}
+"""Mask and fit: what each is calibrated on."""
+
 
 def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and ".cache" not in path.parts)
@@ -257,7 +265,31 @@ def test_the_mask_of_a_run_can_be_held_fixed(spec, tmp_path):
     second = session.execute(held).run.record
     assert second["mask"] == first["mask"]
     assert second["arm"]["mask"] == "reap"
-    assert second["identity"]["calibration"]["draw"] == "B"
+    assert second["identity"]["calibration"]["mask"] is None
+    assert second["identity"]["calibration"]["fit"]["draw"] == "B"
+
+
+def test_a_mask_is_chosen_on_one_calibration_and_its_operator_fitted_on_another(spec, tmp_path):
+    session = Session(tmp_path)
+    arms = {name: {"method": "mone", "operator": "constant", **draws} for name, draws in FITS.items()}
+    runs = {name: session.execute(prepare(spec(**arm))).run for name, arm in arms.items()}
+    assert session.score_passes == 2, "one pass per text and draw, whatever it serves"
+    masks, fills = ({name: run.record[key] for name, run in runs.items()} for key in ("mask", "tensors"))
+    assert masks["A, B"] == masks["A, A"]
+    assert masks["B, A"] == masks["B, B"] != masks["A, A"]
+    assert fills["A, B"] != fills["A, A"]
+    held = {"method": None, "ratio": None, "mask": str(runs["A, A"].path), "operator": "constant", "draw": "B"}
+    assert session.execute(prepare(spec(**held))).run.record["tensors"] == fills["A, B"]
+    stated = runs["A, B"].record["identity"]["calibration"]
+    assert [stated[part]["draw"] for part in ("mask", "fit")] == ["A", "B"]
+    assert stated["mask"]["fingerprint"] != stated["fit"]["fingerprint"]
+
+
+def test_what_needs_no_statistics_states_no_calibration(spec, tmp_path):
+    session = Session(tmp_path)
+    known = session.execute(prepare(spec(method="random", operator="reroute"))).run.record["identity"]
+    assert known["calibration"] == {"mask": None, "fit": None}
+    assert session.score_passes == 0
 
 
 def test_a_dense_run_has_no_mask_to_hold(spec, tmp_path):

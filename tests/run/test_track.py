@@ -65,6 +65,25 @@ def test_keep_and_options_reach_every_arm_and_defaults_fill_the_rest(tmp_path):
     assert all(arm.suites == ("multiple_choice", "arithmetic", "code", "perplexity") for arm in track.arms)
 
 
+def test_grids_take_from_their_track_what_they_do_not_say(tmp_path):
+    grids = (
+        "[[grid]]\nmasks = ['mone']\n"
+        "[[grid]]\nkeep = [8]\noperators = ['constant']\nfit = { text = 'world:general', draws = ['B', 'C'] }\n"
+        "[[grid]]\nmasks = ['sge']\ncalibration = { blocks = 4, draws = ['C'] }\n"
+    )
+    track = read(tmp_path, text(models='["m"]', masks='["reap"]', ratios='["0.5"]', operators='["zero"]') + grids)
+    said = [(a.method, a.operator, a.ratio, a.keep, a.draw, a.fit_draw, a.fit_text) for a in track.arms]
+    assert said == [
+        (None, None, None, None, "A", None, None),
+        ("mone", "zero", "0.5", None, "A", None, None),
+        ("mone", "zero", "0.5", None, "B", None, None),
+        *(("reap", "constant", None, 8, a, None if a == b else b, "world:general") for a in "AB" for b in "BC"),
+        ("sge", "zero", "0.5", None, "C", None, None),
+    ]
+    assert {(a.text, a.blocks, a.length) for a in track.arms[:-1]} == {("world:code", 8, 16)}
+    assert (track.arms[-1].text, track.arms[-1].blocks, track.arms[-1].length) == ("world:code", 4, 16)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -77,8 +96,14 @@ def test_keep_and_options_reach_every_arm_and_defaults_fill_the_rest(tmp_path):
         (text(zzzzzz="1"), "unknown key 'zzzzzz'"),
         (text(calibration="{ lenght = 3 }"), "unknown key 'lenght'.*calibration.*did you mean length"),
         (text(name=None), "lacks name"),
-        (text(models=None, masks=None), "lacks models, masks"),
-        (text(operators=None), "lacks operators"),
+        (text(models=None, name=None), "lacks name, models"),
+        (text(operators=None, masks=None), "lacks masks, operators"),
+        (text() + "[[grid]]\nmodels = ['m']\n", "unknown key 'models'; in .*grid 1"),
+        (text() + "[[grid]]\n[[grid]]\nfit = { draw = 'B' }\n", "unknown key 'draw'; in .*grid 2, fit.*draws"),
+        (text(masks=None) + "[[grid]]\nmasks = ['reap']\n[[grid]]\n", "lacks masks; in .*grid 2"),
+        (text() + "[[grid]]\nkeep = [8]\nratios = ['0.5']\n", "exactly one of ratios and keep; in .*grid 1"),
+        (text() + "[grid]\nx = 1\n", "grid is no list of tables"),
+        (text() + "[[grid]]\n[[grid]]\n", "twice"),
         (text(ratios=None), "exactly one of ratios and keep"),
         (text(keep="[8]"), "exactly one of ratios and keep"),
         (text(masks="[]"), "masks is empty"),

@@ -53,10 +53,11 @@ IDENTIFYING: Final = (
     Column("scale", "scale"),
     Column("convention", "convention"),
     Column("ratio", "ratio pruned", numeric=True),
-    Column("calibration", "calibration"),
+    Column("calibration", "mask chosen on"),
+    Column("fit", "operator fitted on"),
 )
 _USUAL: Final = {"dtype": "float32", "device": "cpu", "experts_implementation": "eager"}
-_PLACE: Final = {"mask": "method", "seed": "method", "budget": "ratio"}
+_PLACE: Final = {"mask": "method", "seed": "method", "budget": "ratio", "calibration.fit": "fit"}
 _SHORT: Final = 8  # characters of a digest that are shown
 
 
@@ -64,7 +65,8 @@ def identifying_cells(runs: Sequence[Run]) -> list[tuple[Cell, ...]]:
     """One tuple of cells per run, in the order of `IDENTIFYING`; different for any two different run ids."""
     shown = {field: _values(runs, field) for field in _USUAL}
     execution = [field for field, usual in _USUAL.items() if shown[field] != {usual}]
-    several_sizes = len({_size(run) for run in runs if not run.record["arm"]["dense"]}) > 1
+    stated = [one for run in runs for one in (run.calibration("mask"), run.calibration("fit")) if one is not None]
+    several_sizes = len({_size(one) for one in stated}) > 1
     rows = [_cells(run, execution, several_sizes=several_sizes) for run in runs]
     for differences in (_named_differences, _run_ids):
         alike: dict[tuple[str, ...], list[int]] = {}
@@ -81,8 +83,7 @@ def _values(runs: Sequence[Run], field: str) -> set[str]:
     return {str(run.record["identity"][field]) for run in runs}
 
 
-def _size(run: Run) -> tuple[str, str]:
-    calibration = run.record["identity"]["calibration"] or {}
+def _size(calibration: Mapping[str, Any]) -> tuple[str, str]:
     return str(calibration.get("blocks")), str(calibration.get("length"))
 
 
@@ -97,7 +98,8 @@ def _cells(run: Run, execution: Sequence[str], *, several_sizes: bool) -> dict[s
         "scale": Cell(arm["scale"] or "—", f"= {resolved}" if resolved and resolved != arm["scale"] else ""),
         "convention": Cell(arm["convention"]),
         "ratio": _ratio(run),
-        "calibration": _calibration(run, with_size=several_sizes),
+        "calibration": _calibration(run.calibration("mask"), with_size=several_sizes),
+        "fit": _calibration(run.calibration("fit"), with_size=several_sizes),
     }
 
 
@@ -134,11 +136,10 @@ def _ratio(run: Run) -> Cell:
     return Cell(f"{arm['ratio']:.4g}", f"keep {arm['keep']}" if arm["keep"] is not None else "", sort=arm["ratio"])
 
 
-def _calibration(run: Run, *, with_size: bool) -> Cell:
-    calibration = run.record["identity"]["calibration"]
+def _calibration(calibration: Mapping[str, Any] | None, *, with_size: bool) -> Cell:
     if calibration is None:
         return Cell("—")
-    blocks, length = _size(run)
+    blocks, length = _size(calibration)
     words = (calibration.get("text"), calibration.get("draw"))
     return Cell(" ".join(str(word) for word in words if word), f"{blocks} × {length} tokens" if with_size else "")
 
@@ -154,13 +155,13 @@ def _named_differences(runs: Sequence[Run]) -> list[dict[str, str]]:
         short = [value if len(value) <= 2 * _SHORT else value[:_SHORT] for value in values]
         distinct = len(set(short)) == len(set(values))
         for texts, value in zip(result, short if distinct else values, strict=True):
-            texts.setdefault(_column_of(path[0]), []).append(f"{'.'.join(path)} {value}")
+            texts.setdefault(_column_of(path), []).append(f"{'.'.join(path)} {value}")
     return [{column: ", ".join(texts) for column, texts in own.items()} for own in result]
 
 
-def _column_of(field: str) -> str:
+def _column_of(path: tuple[str, ...]) -> str:
     """Where a difference in an identity field is named: beside what it is about, else beside the model."""
-    column = _PLACE.get(field, field)
+    column = _PLACE.get(".".join(path[:2])) or _PLACE.get(path[0], path[0])
     return column if column in {known.key for known in IDENTIFYING} else "model"
 
 

@@ -24,10 +24,11 @@ LEGEND: Final = (
     ("operator", "what answers a slot whose expert is gone: constant (the expert's mean output), zero (nothing), reroute (the slot goes to the best survivor)."),  # noqa: E501
     ("scale", "the divisor Z of the survivors' gates when slots are rerouted. keep: that of the unpruned router, so that survivors keep their gates. renorm: gates rescaled for the experts that are left. trained: keep or renorm, whichever the router was trained with; other: the one it was not."),  # noqa: E501
     ("convention", "what the router computes: its scores, and whether it was trained with top-k renormalization."),
-    ("calibration", "text and draw that the statistics come from, and number and length of its blocks where these differ. Of a given mask it is what the operator was fitted on, not what the mask was chosen on."),  # noqa: E501
+    ("mask chosen on", "text and draw of the statistics that chose the mask, and number and length of blocks where these differ; none for a given mask, or one chosen without statistics."),  # noqa: E501
+    ("operator fitted on", "text and draw that what answers pruned slots was fitted on; none where nothing is fitted, as in rerouting."),  # noqa: E501
     ("stored MB", "millions of bytes of all saved tensors, replacements included, tied ones once."),
     ("[95 % CI]", "item bootstrap: B = 10,000 resamples of the items of each task, seed 0, percentiles 2.5 and 97.5; it covers the choice of test items, not of calibration text. Suites of several tasks show the mean over tasks."),  # noqa: E501
-    ("− constant", "paired difference from the arm that differs in its operator alone, constant: same weights, tokenizer, mask, calibration, execution and suite; over the same items and resamples. Bold: the interval excludes zero (no correction for multiple comparisons)."),  # noqa: E501
+    ("− constant", "paired difference from the arm that differs in its operator alone, constant: same weights, tokenizer, mask, fit (where the arm fits nothing: a constant fitted on what the mask was chosen on), execution and suite; over the same items and resamples. Bold: the interval excludes zero (no correction for multiple comparisons)."),  # noqa: E501
     ("perplexity", "lower is better, and so is a difference below zero."),
     ("integrity", "checks passed of those that apply; failed ones are named."),
 )  # fmt: skip

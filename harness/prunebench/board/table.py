@@ -16,6 +16,7 @@ __all__ = ["Cell", "Column", "Table", "build_table"]
 
 
 _CHOOSES: Final = ("budget", "method", "seed")
+_PARTS: Final = ("mask", "fit")
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,14 @@ def _order(run: Run) -> tuple[Any, ...]:
     execution = tuple(str(identity[field]) for field in ("dtype", "device", "experts_implementation"))
     parameters = canonical_json((identity["method"] or {}).get("parameters"))
     chosen = (arm["mask"] or "", parameters, str(identity["seed"]), arm["ratio"] or 0.0)
-    fitted = (str((identity["calibration"] or {}).get("text")), arm["draw"] or "")
-    answered = (arm["operator"] or "", arm["scale"] or "", run.record["run_id"])
-    return (arm["model"], _weights(run), *execution, not arm["dense"], *chosen, *fitted, *answered)
+    chosen_on, fitted_on = (_text_and_draw(run.calibration(part)) for part in _PARTS)
+    answered = (arm["operator"] or "", arm["scale"] or "")
+    place = (not arm["dense"], *chosen, *chosen_on, *answered, *fitted_on, run.record["run_id"])
+    return (arm["model"], _weights(run), *execution, *place)
+
+
+def _text_and_draw(calibration: Mapping[str, Any] | None) -> tuple[str, str]:
+    return str((calibration or {}).get("text")), str((calibration or {}).get("draw"))
 
 
 def _weights(run: Run) -> str:
@@ -154,11 +160,12 @@ def _show(value: float, suite: _Suite, sign: str = "") -> str:
 def _arm_key(run: Run, suite: str) -> str:
     """All that a constant arm shares with an arm that differs from it in the operator alone, as far as a suite goes.
 
-    Left out of the identity are the operator; what chose the mask (method, budget, seed), as the digest says which
-    experts are gone; what the weights are called; and the other suites, which do not touch this one's items.
+    Left out of the identity are the operator; what chose the mask (method, budget, seed, calibration), as the digest
+    says which experts are gone; the fit's calibration, which `_fitted_alike` judges; what the weights are called; and
+    the other suites, which do not touch this one's items.
     """
     identity = run.record["identity"]
-    shared = {key: value for key, value in identity.items() if key not in {"operator", *_CHOOSES}}
+    shared = {key: value for key, value in identity.items() if key not in {"operator", "calibration", *_CHOOSES}}
     shared["model"] = {key: value for key, value in identity["model"].items() if key != "name"}
     shared["mask"] = (identity["mask"] or {}).get("digest")
     shared["suites"] = identity["suites"].get(suite)
@@ -183,8 +190,9 @@ def _constant_of(run: Run, suite: _Suite, constants: Mapping[str, list[Run]]) ->
         return "is the constant"
     if not suite.has(run):
         return "not run"
-    found = constants.get(_arm_key(run, suite.name), [])
+    found = [other for other in constants.get(_arm_key(run, suite.name), []) if _fitted_alike(run, other)]
     # A given mask carries no budget or method of its own; among several constants, the one asked for alike is meant.
+    found = [other for other in found if other.calibration("mask") == run.calibration("mask")] or found
     for field in (*_CHOOSES, "suites"):
         wanted = run.record["identity"][field]
         found = [other for other in found if other.record["identity"][field] == wanted] or found
@@ -193,6 +201,12 @@ def _constant_of(run: Run, suite: _Suite, constants: Mapping[str, list[Run]]) ->
     if len(found) == 1:
         return found[0]
     return "several constant arms" if found else "no constant arm"
+
+
+def _fitted_alike(run: Run, constant: Run) -> bool:
+    """Whether a constant was fitted on what the arm was fitted on, or else on what the mask was chosen on."""
+    wanted = run.calibration("fit") or run.calibration("mask") or constant.calibration("mask")
+    return wanted is None or constant.calibration("fit") == wanted
 
 
 def _gain(run: Run, constant: Run | str, suite: _Suite) -> Cell:

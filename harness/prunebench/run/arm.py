@@ -13,13 +13,13 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from prunebench.calibration import CalibrationSpec, CalibrationTokens
+from prunebench.calibration import CalibrationSpec, CalibrationTokens, Statistic
 from prunebench.errors import UsageError
 from prunebench.evaluate import ENGINE_VERSION
 from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
@@ -28,7 +28,7 @@ from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
 from prunebench.record import RECORD_FILE, read_run
 from prunebench.routing import Convention, Scale
-from prunebench.run.foreign import same_torch
+from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.sources import ModelFiles
 from prunebench.storage import read_headers
 from prunebench.suite import Suite, suite_content
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
+FIT_FIELDS = ("fit_text", "fit_blocks", "fit_length", "fit_draw")
 EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 LONGEST_NAME = 160  # bytes of a folder's name; file systems take 255, and unfinished writes need some for themselves
 
@@ -60,10 +61,14 @@ class ArmSpec:
         scale: gate scale where slots are refilled; the operator's own by default.
         ratio: share of experts pruned per layer, as typed.
         keep: experts kept per layer.
-        text: calibration text.
+        text: calibration text that the mask is chosen on, and operators are fitted on if no `fit_text` is given.
         blocks: calibration blocks per draw.
         length: tokens per block.
         draw: A, B or C.
+        fit_text: another text for the operator's fit, the mask held; None for the mask's, as for the next three.
+        fit_blocks: another number of blocks.
+        fit_length: another length of a block.
+        fit_draw: another draw.
         suites: by name or path.
         limit: only the first items of each task; makes the run partial.
         seed: of everything random.
@@ -87,6 +92,10 @@ class ArmSpec:
     blocks: int = 256
     length: int = 128
     draw: str = "A"
+    fit_text: str | None = None
+    fit_blocks: int | None = None
+    fit_length: int | None = None
+    fit_draw: str | None = None
     suites: tuple[str, ...] = DEFAULT_SUITES
     limit: int | None = None
     seed: int = 0
@@ -104,6 +113,21 @@ class ArmSpec:
             with contextlib.suppress(InvalidOperation):  # what is no number is refused where the budget is made
                 # 0.5, .5 and 0.50 are one ratio, so one arm.
                 object.__setattr__(self, "ratio", f"{Decimal(self.ratio).normalize():f}")
+        for name in FIT_FIELDS:
+            if getattr(self, name) == getattr(self, name.removeprefix("fit_")):
+                # What is said twice is one request, so one arm.
+                object.__setattr__(self, name, None)
+
+    @property
+    def calibration(self) -> CalibrationSpec:
+        """What a mask is chosen on."""
+        return CalibrationSpec(self.text, self.blocks, self.length, self.draw)
+
+    @property
+    def fit_calibration(self) -> CalibrationSpec:
+        """What an operator is fitted on: the mask's calibration, but for what was asked otherwise."""
+        own = {name.removeprefix("fit_"): getattr(self, name) for name in FIT_FIELDS}
+        return replace(self.calibration, **{name: value for name, value in own.items() if value is not None})
 
     @property
     def dense(self) -> bool:
@@ -127,6 +151,7 @@ class ArmSpec:
                 self.scale,
                 None if self.text == ArmSpec.text else self.text.replace("/", "_"),
                 self.draw,
+                self._fit_part,
                 f"seed{self.seed}" if self.seed else None,
             ]
             name = "-".join(part for part in parts if part)
@@ -144,6 +169,12 @@ class ArmSpec:
         """The mask in the folder's name: that of its file, or of the run it is taken from."""
         path = Path(str(self.mask))
         return f"mask={path.resolve().name if path.is_dir() else path.stem}"
+
+    @property
+    def _fit_part(self) -> str | None:
+        """The fit's own calibration in the folder's name: all that differs from the mask's."""
+        own = [getattr(self, name) for name in FIT_FIELDS]
+        return "fit=" + "-".join(str(value) for value in own if value is not None) if any(own) else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -200,8 +231,11 @@ class PreparedArm:
         operator: gives replace and route; None if dense.
         scale: overriding scale, or None.
         budget: how many experts go, or None.
-        calibration: text and draw.
-        tokens: of the draw; None for a hub text, which is not fetched before it is needed.
+        select_needs: statistics that the mask is chosen by; none if it is given.
+        replace_needs: statistics that the operator is fitted by.
+        calibration: what the mask is chosen on; None if it is given, or chosen without statistics.
+        fit: what the operator is fitted on; None if it fits nothing.
+        tokens: of the calibrations of local texts; hub texts are not fetched before they are needed.
         suites: loaded.
         known: the identity as far as it is known before the mask is.
     """
@@ -216,10 +250,18 @@ class PreparedArm:
     operator: Method | None
     scale: Scale | None
     budget: Budget | None
-    calibration: CalibrationSpec
-    tokens: CalibrationTokens | None
+    select_needs: tuple[Statistic, ...]
+    replace_needs: tuple[Statistic, ...]
+    calibration: CalibrationSpec | None
+    fit: CalibrationSpec | None
+    tokens: Mapping[CalibrationSpec, CalibrationTokens]
     suites: tuple[Suite, ...]
     known: dict[str, Any]
+
+    @property
+    def method_files(self) -> frozenset[str]:
+        """Paths of the files whose code the arm runs."""
+        return _method_files(self.method, self.operator)
 
 
 def _check_settings(spec: ArmSpec) -> None:
@@ -246,13 +288,17 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         PrerequisiteError: a missing device, file or hub model.
     """
     _check_settings(spec)
-    calibration = CalibrationSpec(spec.text, spec.blocks, spec.length, spec.draw)
+    asked = (spec.calibration, spec.fit_calibration)
     suites = _suites(spec.suites)
     method = _method(spec.method, spec.parameters)
     operator = _method(spec.operator, spec.operator_parameters) or method
     scale = Scale.parse(spec.scale) if spec.scale is not None else None
     budget = _budget(spec)
     _check_combination(spec, method, operator, scale)
+    select_needs, replace_needs = _needs(method if spec.mask is None else None, operator)
+    calibration = spec.calibration if select_needs else None
+    fit = spec.fit_calibration if replace_needs else None
+    _check_fit(spec, operator, fit)
     source = resolve_model(spec.model)
     files = ModelFiles.of(source)
     shapes, convention = files.peek()
@@ -265,14 +311,16 @@ def prepare(spec: ArmSpec) -> PreparedArm:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
     if scale is not None:
         _check_reference(scale, shapes, budget, mask)
-    if spec.length > (positions := files.positions()):
-        raise UsageError(
-            f"calibration blocks of {spec.length} tokens are longer than the model's context",
-            expected=f"at most {positions} tokens per block",
-        )
+    positions = files.positions()
+    for one in asked:
+        if one.length > positions:
+            raise UsageError(
+                f"calibration blocks of {one.length} tokens are longer than the model's context",
+                expected=f"at most {positions} tokens per block",
+            )
     read_headers(files.folder)  # whole safetensors, of which the record will state the bytes
     tokenizer_sha256 = files.tokenizer_sha256()
-    tokens = None if spec.text.startswith("hub:") else files.calibration_tokens(calibration)
+    tokens = {one: files.calibration_tokens(one) for one in asked if not one.text.startswith("hub:")}
     implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
     known: dict[str, Any] = {
         "engine": ENGINE_VERSION,
@@ -285,7 +333,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         "method": _described(method),
         "operator": _described(operator, scale),
         "budget": budget.to_json() if budget is not None else None,
-        "calibration": None if operator is None else tokens.to_json() if tokens is not None else vars(calibration),
+        "calibration": None if operator is None else calibrations_json(calibration, fit, tokens),
         "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in suites},
         "dtype": spec.dtype,
         "device": f"map:{spec.device_map}" if spec.device_map else spec.device.partition(":")[0],
@@ -310,11 +358,42 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         operator=operator,
         scale=scale,
         budget=budget,
+        select_needs=select_needs,
+        replace_needs=replace_needs,
         calibration=calibration,
+        fit=fit,
         tokens=tokens,
         suites=suites,
         known=known,
     )
+
+
+def calibrations_json(
+    calibration: CalibrationSpec | None,
+    fit: CalibrationSpec | None,
+    tokens: Mapping[CalibrationSpec, CalibrationTokens],
+) -> dict[str, Any]:
+    """What an identity says of calibration: the mask's and the fit's, each as far as its tokens are known."""
+    return {
+        name: None if one is None else tokens[one].to_json() if one in tokens else vars(one)
+        for name, one in (("mask", calibration), ("fit", fit))
+    }
+
+
+def _check_fit(spec: ArmSpec, operator: Method | None, fit: CalibrationSpec | None) -> None:
+    """Refuse a calibration of the fit where it would change nothing, or is said twice."""
+    if spec.fit_calibration == spec.calibration:
+        return
+    if fit is None:
+        name = operator.name if operator is not None else "the dense model"
+        raise UsageError(
+            f"{name} fits nothing", expected="an operator such as constant", fix="leave the fit's calibration out"
+        )
+    if spec.mask is not None:
+        raise UsageError(
+            "the mask is given, so text and draw are the fit's already",
+            fix="give --text, --blocks, --length and --draw without fit",
+        )
 
 
 def _mask(text: str) -> tuple[Mask, str]:
@@ -352,6 +431,20 @@ def _method(name: str | None, parameters: tuple[str, ...]) -> Method | None:
         return None
     with same_torch():
         return load_method(name, parse_parameters(load_method_class(name), parameters))
+
+
+def _method_files(*methods: Method | None) -> frozenset[str]:
+    return frozenset(str(source_of(type(method)).path) for method in methods if method is not None)
+
+
+Needs: TypeAlias = tuple[Statistic, ...]
+
+
+def _needs(selects: Method | None, operator: Method | None) -> tuple[Needs, Needs]:
+    """The statistics that a mask is chosen by, and those that the operator is fitted by."""
+    with same_torch(), naming_the_file(_method_files(selects, operator), frozenset()):
+        choosing = selects.select_needs() if selects is not None else ()
+        return tuple(choosing), tuple(operator.replace_needs()) if operator is not None else ()
 
 
 def _budget(spec: ArmSpec) -> Budget | None:

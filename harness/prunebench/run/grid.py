@@ -14,7 +14,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +47,13 @@ class GridResult:
         done: folders of arms run now.
         reused: folders of arms that were finished before.
         failed: (folder, one-line reason) of arms that could not be run.
+        score_passes: calibration passes that were run now, over all workers.
     """
 
     done: tuple[str, ...]
     reused: tuple[str, ...]
     failed: tuple[tuple[str, str], ...]
+    score_passes: int
 
 
 def grid(
@@ -84,11 +86,12 @@ def grid(
     for folder in reused:
         say(f"have {folder}")
     runner = _run_here if jobs == 1 else _run_in_workers
-    results = runner(open_arms, out, min(jobs, max(1, len(open_arms))), say, progress)
+    results, score_passes = runner(open_arms, out, min(jobs, max(1, len(open_arms))), say, progress)
     return GridResult(
         tuple(folder for folder, reason in results if reason is None),
         reused,
         tuple((folder, reason) for folder, reason in results if reason is not None),
+        score_passes,
     )
 
 
@@ -107,7 +110,9 @@ def _prepare(spec: ArmSpec) -> PreparedArm:
 Results = list[tuple[str, str | None]]
 
 
-def _run_here(arms: Sequence[PreparedArm], out: Path, jobs: int, say: Announce, progress: Progress | None) -> Results:
+def _run_here(
+    arms: Sequence[PreparedArm], out: Path, jobs: int, say: Announce, progress: Progress | None
+) -> tuple[Results, int]:
     del jobs
     session = Session(out, progress=progress)
     results: Results = []
@@ -120,24 +125,17 @@ def _run_here(arms: Sequence[PreparedArm], out: Path, jobs: int, say: Announce, 
             continue
         results.append((arm.spec.folder, None))
         say(f"done {arm.spec.folder} in {outcome.run.record['volatile']['seconds']:.1f} s")
-    return results
+    return results, session.score_passes
 
 
 def _run_in_workers(
     arms: Sequence[PreparedArm], out: Path, jobs: int, say: Announce, progress: Progress | None
-) -> Results:
+) -> tuple[Results, int]:
     del progress
     waiting: queue.SimpleQueue[PreparedArm] = queue.SimpleQueue()
     for arm in arms:
         waiting.put(arm)
-    results: Results = []
-    lock = threading.Lock()
-    crew = _Crew(out)
-
-    def end(folder: str, reason: str | None, line: str) -> None:
-        with lock:
-            results.append((folder, reason))
-            say(line)
+    crew, tally = _Crew(out), _Tally(say)
 
     def serve() -> None:
         worker: subprocess.Popen[str] | None = None
@@ -147,18 +145,13 @@ def _run_in_workers(
             except queue.Empty:
                 break
             worker = worker or crew.hire()
-            folder = arm.spec.folder
             reply = _ask(worker, arm.spec)
             if crew.dismissed.is_set():
                 break
             if reply is None:
-                died = crew.end(worker)
-                end(folder, died, f"FAILED {folder}: {died}")
+                reply = {"error": crew.end(worker)}
                 worker = None
-            elif "error" in reply:
-                end(folder, reply["error"], f"FAILED {folder}: {reply['error']}")
-            else:
-                end(folder, None, f"done {folder} in {float(reply['seconds']):.1f} s")
+            tally.take(arm.spec.folder, reply)
         if worker is not None:
             crew.end(worker)
 
@@ -169,7 +162,26 @@ def _run_in_workers(
         except BaseException:
             crew.dismiss()
             raise
-    return sorted(results, key=lambda result: [arm.spec.folder for arm in arms].index(result[0]))
+    order = [arm.spec.folder for arm in arms]
+    return sorted(tally.results, key=lambda result: order.index(result[0])), tally.score_passes
+
+
+class _Tally:
+    """What workers have replied so far, over all threads."""
+
+    def __init__(self, say: Announce) -> None:
+        self.results: Results = []
+        self.score_passes = 0
+        self._say = say
+        self._lock = threading.Lock()
+
+    def take(self, folder: str, reply: Mapping[str, str]) -> None:
+        """Count a reply and say it."""
+        reason = reply.get("error")
+        with self._lock:
+            self.results.append((folder, reason))
+            self.score_passes += int(reply.get("score_passes", 0))
+            self._say(f"FAILED {folder}: {reason}" if reason else f"done {folder} in {float(reply['seconds']):.1f} s")
 
 
 class _Crew:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ import numpy as np
 
 import prunebench
 from prunebench.analysis import metrics_from_items
-from prunebench.calibration import CalibrationTokens
+from prunebench.calibration import CalibrationSpec, CalibrationTokens
 from prunebench.integrity import Check
 from prunebench.loader import content_root
 from prunebench.plan import Plan
 from prunebench.record import SCHEMA, Item, items_to_table, run_id
 from prunebench.replacement import Constant, Zero
 from prunebench.routing import Convention
-from prunebench.run.arm import PreparedArm
+from prunebench.run.arm import PreparedArm, calibrations_json
 from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
 
 __all__ = ["git_state", "record_of", "routing_of"]
@@ -31,7 +31,7 @@ def record_of(
     arm: PreparedArm,
     plan: Plan | None,
     *,
-    tokens: CalibrationTokens,
+    tokens: Mapping[CalibrationSpec, CalibrationTokens],
     mask_source: str | None,
     items: Sequence[Item],
     checks: Sequence[Check],
@@ -41,7 +41,7 @@ def record_of(
     spec = arm.spec
     identity = {
         **arm.known,
-        "calibration": None if plan is None else tokens.to_json(),
+        "calibration": None if plan is None else calibrations_json(arm.calibration, arm.fit, tokens),
         "mask": None if plan is None else {"digest": plan.mask.digest, "source": mask_source},
     }
     headline = {suite.name: [list(cell) for cell in suite.headline] for suite in arm.suites}
@@ -59,7 +59,6 @@ def record_of(
             "resolved_scale": ", ".join(plan.scales) or None if plan is not None else None,
             "ratio": None if plan is None else _pruned_share(plan),
             "keep": spec.keep,
-            "draw": None if plan is None else spec.draw,
             "dense": plan is None,
         },
         "metrics": metrics_from_items(items_to_table(items), headline),

@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunebench.calibration import CalibrationTokens, ScoreResult, Statistic, score_pass
+from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, score_pass
 from prunebench.calibration.score import with_built_in
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy
 from prunebench.install import installed
 from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
-from prunebench.loader import source_of
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
@@ -96,19 +95,18 @@ class Session:
             return Outcome(folder, run, reused=True)
         check_writable(folder.parent)
         self._check_free(folder)
-        methods = {str(source_of(type(method)).path) for method in (arm.method, arm.operator) if method is not None}
-        suites = {str(suite.file) for suite in arm.suites}
-        with naming_the_file(frozenset(methods), frozenset(suites)):
+        with naming_the_file(arm.method_files, frozenset(str(suite.file) for suite in arm.suites)):
             return self._execute(arm, folder)
 
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()
         loaded = self._model(arm)
-        tokens = arm.tokens or calibration_tokens(arm.calibration, loaded.tokenizer)
+        tokens = self._tokens(arm, loaded)
         plan, mask_source = self._plan(arm, loaded, tokens)
-        checks = [self._empty_mask_proof(loaded, tokens)]
+        probe = tokens[arm.spec.calibration]
+        checks = [self._empty_mask_proof(loaded, probe)]
         if plan is not None:
-            checks += check_before_evaluation(loaded.moe, plan, tokens.ids_BL)
+            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL)
         demand(checks)
         items, evaluated, counters = self._evaluate(arm, loaded, plan)
         checks += evaluated
@@ -171,24 +169,40 @@ class Session:
             self._loaded = (key, loaded)
         return self._loaded[1]
 
-    def _plan(self, arm: PreparedArm, loaded: LoadedModel, tokens: CalibrationTokens) -> tuple[Plan | None, str | None]:
+    def _tokens(self, arm: PreparedArm, loaded: LoadedModel) -> dict[CalibrationSpec, CalibrationTokens]:
+        """The tokens of every calibration of the arm, and of the one that its proofs run on."""
+        wanted = (arm.spec.calibration, arm.calibration, arm.fit)
+        return {
+            one: arm.tokens[one] if one in arm.tokens else calibration_tokens(one, loaded.tokenizer)
+            for one in dict.fromkeys(wanted)
+            if one is not None
+        }
+
+    def _plan(
+        self, arm: PreparedArm, loaded: LoadedModel, tokens: Mapping[CalibrationSpec, CalibrationTokens]
+    ) -> tuple[Plan | None, str | None]:
         """The arm's plan and where its mask is from; (None, None) if dense."""
         if arm.operator is None:
             return None, None
-        needs = (*(arm.method.select_needs() if arm.method and arm.mask is None else ()), *arm.operator.replace_needs())
-        scores = self._scores(arm, loaded, tokens, needs) if needs else None
+        needs: dict[CalibrationSpec, list[Statistic]] = {}
+        for one, wanted in ((arm.calibration, arm.select_needs), (arm.fit, arm.replace_needs)):
+            if one is not None:
+                needs.setdefault(one, []).extend(wanted)
+        scores = {one: self._scores(arm, loaded, tokens[one], wanted) for one, wanted in needs.items()}
+        chosen_on = scores[arm.calibration] if arm.calibration is not None else None
+        fitted_on = scores[arm.fit] if arm.fit is not None else None
         if arm.mask is not None:
             mask, source = arm.mask, "file"
         else:
             assert arm.method is not None
             with same_torch():
-                mask, source = self._select(arm, arm.method, loaded, scores), arm.method.name
+                mask, source = self._select(arm, arm.method, loaded, chosen_on), arm.method.name
         with same_torch():
-            return make_plan(loaded.moe, mask, arm.operator, scores, scale=arm.scale), source
+            return make_plan(loaded.moe, mask, arm.operator, fitted_on, scale=arm.scale), source
 
     def _select(self, arm: PreparedArm, method: Method, loaded: LoadedModel, scores: ScoreResult | None) -> Mask:
         assert arm.budget is not None
-        declared = tuple(statistic.name for statistic in method.select_needs())
+        declared = tuple(statistic.name for statistic in arm.select_needs)
         views = layer_views(loaded.moe, scores, declared, f"{method.name}.select_needs")
         mask = method.select(views, arm.budget, rng=np.random.default_rng(arm.spec.seed))
         if not isinstance(mask, Mask):

@@ -1,4 +1,4 @@
-"""A track: a TOML file that names the arms of a grid.
+"""A track: a TOML file that names the arms of a leaderboard.
 
     [track]
     name = "demo"
@@ -9,14 +9,21 @@
     suites = ["multiple_choice", "arithmetic", "code", "perplexity"]
     calibration = { text = "world:general", blocks = 256, length = 128, draws = ["A"] }
 
-Every model also gets its dense arm, first. `operator@scale` sets the gate scale.
+Every model also gets its dense arm, first. `operator@scale` sets the gate scale. A track that is no single product of
+ratios, masks and operators has grids, which take from the track what they do not say themselves:
+
+    [[grid]]                               # the mask held, the operator fitted anew
+    masks = ["mone"]
+    operators = ["constant"]
+    fit = { draws = ["B", "C"] }           # text, blocks and length too, where they differ from the mask's
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +33,15 @@ from prunebench.run.arm import DEFAULT_SUITES, ArmSpec
 
 __all__ = ["Track", "read_track"]
 
-_KEYS: dict[str, type] = {
-    "name": str,
-    "models": list,
+_GRID: dict[str, type] = {
     "ratios": list,
     "keep": list,
     "masks": list,
     "operators": list,
-    "suites": list,
     "calibration": dict,
-    "seed": int,
+    "fit": dict,
 }
+_TRACK: dict[str, type] = {"name": str, "models": list, "suites": list, "seed": int, **_GRID}
 _CALIBRATION: dict[str, type] = {"text": str, "blocks": int, "length": int, "draws": list}
 
 
@@ -92,42 +97,79 @@ def read_track(path: Path, **options: Any) -> Track:
         raise UsageError("cannot read the track", where=where, fix=str(error)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError("the track is not TOML", where=where, fix=str(error)) from error
-    if set(data) != {"track"} or not isinstance(data["track"], dict):
-        raise UsageError("not a track", where=where, expected="one table [track]")
-    track = _checked(data["track"], _KEYS, where)
-    if missing := [key for key in ("name", "models", "masks", "operators") if key not in track]:
+    if not set(data) <= {"track", "grid"} or not isinstance(data.get("track"), dict):
+        raise UsageError("not a track", where=where, expected="one table [track], and tables [[grid]] if it needs them")
+    track = _checked(data["track"], _TRACK, where)
+    if missing := [key for key in ("name", "models") if key not in track]:
         raise UsageError(f"the track lacks {', '.join(missing)}", where=where)
-    if ("ratios" in track) == ("keep" in track):
-        raise UsageError("the track needs exactly one of ratios and keep", where=where)
-    calibration = _checked(track.get("calibration", {}), _CALIBRATION, f"{where}, calibration")
     shared: dict[str, Any] = {
-        **{key: value for key, value in calibration.items() if key != "draws"},
         **({"seed": track["seed"]} if "seed" in track else {}),
         "suites": tuple(track.get("suites", DEFAULT_SUITES)),
         **options,
     }
-    amounts = [{"ratio": str(x)} for x in track.get("ratios", [])] + [{"keep": x} for x in track.get("keep", [])]
+    grids = [_inherited(track, grid, place) for grid, place in _grids(data, where)]
     arms = []
     for model in track["models"]:
-        arms.append(ArmSpec(model=model, **shared))
-        for draw in calibration.get("draws", ["A"]):
-            for amount in amounts:
-                for mask in track["masks"]:
-                    for entry in track["operators"]:
-                        operator, _, scale = entry.partition("@")
-                        arms.append(
-                            ArmSpec(
-                                model=model,
-                                method=mask,
-                                operator=operator,
-                                scale=scale or None,
-                                draw=draw,
-                                **amount,
-                                **shared,
-                            )
-                        )
+        arms.append(ArmSpec(model=model, **_sizes(track.get("calibration", {})), **shared))
+        arms += [ArmSpec(model=model, **arm, **shared) for grid in grids for arm in _product(grid)]
     _check_distinct(arms, where)
     return Track(track["name"], tuple(arms))
+
+
+def _grids(data: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any], str]]:
+    """Every grid with its place in the file; a track without any is one itself."""
+    if "grid" not in data:
+        return [({}, where)]
+    grids = data["grid"]
+    if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+        raise UsageError("grid is no list of tables", where=where, expected="[[grid]]")
+    places = [f"{where}, grid {number}" for number in range(1, len(grids) + 1)]
+    return [(_checked(grid, _GRID, place), place) for grid, place in zip(grids, places, strict=True)]
+
+
+def _inherited(track: Mapping[str, Any], grid: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A grid with what it takes from its track; a grid's own `keep` stands in place of the track's `ratios`."""
+    taken = {key: track[key] for key in _GRID if key in track}
+    if {"ratios", "keep"} & set(grid):
+        taken = {key: value for key, value in taken.items() if key not in {"ratios", "keep"}}
+    whole = {**taken, **grid}
+    for key in ("calibration", "fit"):
+        own = {**track.get(key, {}), **grid.get(key, {})}
+        whole[key] = _checked(own, _CALIBRATION, f"{where}, {key}")
+    if missing := [key for key in ("masks", "operators") if key not in whole]:
+        raise UsageError(f"the track lacks {', '.join(missing)}", where=where)
+    if ("ratios" in whole) == ("keep" in whole):
+        raise UsageError("the track needs exactly one of ratios and keep", where=where)
+    return whole
+
+
+def _sizes(calibration: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """What a calibration says but for its draws, as fields of `ArmSpec`."""
+    return {f"{prefix}{key}": value for key, value in calibration.items() if key != "draws"}
+
+
+def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arms of a grid but for their model, as fields of `ArmSpec`."""
+    amounts = [{"ratio": str(x)} for x in grid.get("ratios", [])] + [{"keep": x} for x in grid.get("keep", [])]
+    axes = (
+        grid["calibration"].get("draws", ["A"]),
+        grid["fit"].get("draws", [None]),
+        amounts,
+        grid["masks"],
+        grid["operators"],
+    )
+    sizes = {**_sizes(grid["calibration"]), **_sizes(grid["fit"], "fit_")}
+    for draw, fit_draw, amount, mask, entry in itertools.product(*axes):
+        operator, _, scale = entry.partition("@")
+        yield {
+            "method": mask,
+            "operator": operator,
+            "scale": scale or None,
+            "draw": draw,
+            "fit_draw": fit_draw,
+            **amount,
+            **sizes,
+        }
 
 
 def _check_distinct(arms: list[ArmSpec], where: str) -> None:

@@ -34,6 +34,8 @@ def main() -> None:
             reply = {"seconds": str(outcome.run.record["volatile"]["seconds"])}
         except PruneBenchError as error:
             reply = {"error": str(error)}
+        reply["score_passes"] = str(session.score_passes)
+        session.score_passes = 0
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
