@@ -214,8 +214,15 @@ def write_items(path: Path, items: Iterable[Item] | ItemTable) -> None:
     types = {"doc_hash": pa.uint64(), "prompt_hash": pa.uint64(), "value": pa.float64(), "weight": pa.float64()}
     schema = pa.schema([pa.field(f.name, types.get(f.name, pa.string()), nullable=False) for f in fields(Item)])
     columns = [pa.array(getattr(table, f.name).tolist(), schema.field(f.name).type) for f in fields(Item)]
+    # Boards of hundreds of runs are kept in git. Hashes, ids and details hardly repeat: a dictionary would add to them.
     pq.write_table(
-        pa.table(columns, schema=schema), path, compression="zstd", store_schema=False, data_page_version="1.0"
+        pa.table(columns, schema=schema),
+        path,
+        compression="zstd",
+        compression_level=19,
+        use_dictionary=["suite", "task", "filter", "metric", "state"],
+        store_schema=False,
+        data_page_version="1.0",
     )
 
 
