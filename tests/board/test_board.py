@@ -96,6 +96,33 @@ def test_every_run_is_a_row_with_its_numbers_dense_first(records, tmp_path):
     assert rows[1]["stored MB (% of dense)"] == "2.50 (55.6 %)"
 
 
+def test_how_often_a_slot_moved_and_how_far_the_scales_are_apart_is_over_all_layers(factory, tmp_path):
+    """Layer 1: 100 calls, 40 displaced, ratio 0.5, 10 of them above 1; layer 2: 300 calls, 60 displaced, 0.75, none."""
+    layers = {
+        "1": {
+            "calls": 100,
+            "filled_share": 0.0,
+            "displaced_share": 0.4,
+            "keep_over_renorm": 0.5,
+            "above_one_share": 0.25,
+        },
+        "2": {
+            "calls": 300,
+            "filled_share": 0.0,
+            "displaced_share": 0.2,
+            "keep_over_renorm": 0.75,
+            "above_one_share": 0.0,
+        },
+    }
+    factory.write(tmp_path / "r" / "a", factory.make_items(n=2), routing={"layers": layers})
+    constant = {"operator": "constant", "scale": None, "resolved_scale": None}
+    factory.write(tmp_path / "r" / "b", factory.make_items(n=2), **constant)
+    rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
+    said = {row["operator"]: row["calls rerouted (%)"] for row in rows}
+    # 100 of 400 calls; (40 · 0.5 + 60 · 0.75) / 100 = 0.65; 10 of 400 calls.
+    assert said == {"constant": "—", "reroute": "25.0 (keep ÷ renorm 0.65, above 1 on 2.5 %)"}
+
+
 def test_differences_are_from_the_constant_on_the_same_mask(records, tmp_path):
     rows = markdown_rows(write_board(records, tmp_path).markdown.read_text())
     column = "multiple_choice − constant (points [95 % CI])"

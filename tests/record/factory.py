@@ -79,7 +79,7 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
     Args:
         items: of the run.
         changes: fields of `arm`; `draw` and `fit_draw`; `mask_data`; `identity`, which is merged into the identity,
-            deeply; `limit`; `suites`, added to those of the items; `integrity`; `volatile`.
+            deeply; `limit`; `suites`, added to those of the items; `integrity`; `routing`; `volatile`.
     """
     table = items if isinstance(items, ItemTable) else items_to_table(items)
     dense = bool(changes.get("dense"))
@@ -142,7 +142,7 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
         "headline": headline,
         "integrity": changes.get("integrity", default_integrity),
         "storage": {"total": sum(parts.values()), "parts": parts},
-        "routing": {},
+        "routing": changes.get("routing", {}),
         "mask": None if mask is None else mask.to_json(),
         "tensors": {},
         "provenance": {"prunebench": "0", "packages": {}, "git": {"revision": None, "dirty": None}},

@@ -27,6 +27,7 @@ LEGEND: Final = (
     ("mask chosen on", "text and draw of the statistics that chose the mask, and number and length of blocks where these differ; none for a given mask, or one chosen without statistics."),  # noqa: E501
     ("operator fitted on", "text and draw that what answers pruned slots was fitted on; none where nothing is fitted, as in rerouting."),  # noqa: E501
     ("stored MB", "millions of bytes of all saved tensors, replacements included, tied ones once."),
+    ("calls rerouted", "share of token-layer calls whose unpruned top-k held an expert that cannot be routed to; over those calls, the mean of the gates' total under keep over that under renorm; and the share of all calls where that ratio exceeds 1 (2610.41366 §5.3)."),  # noqa: E501
     ("[95 % CI]", "item bootstrap: B = 10,000 resamples of the items of each task, seed 0, percentiles 2.5 and 97.5; it covers the choice of test items, not of calibration text. Suites of several tasks show the mean over tasks."),  # noqa: E501
     ("− constant", "paired difference from the arm that differs in its operator alone, constant: same weights, tokenizer, mask, fit (where the arm fits nothing: a constant fitted on what the mask was chosen on), execution and suite; over the same items and resamples. Bold: the interval excludes zero (no correction for multiple comparisons)."),  # noqa: E501
     ("perplexity", "lower is better, and so is a difference below zero."),

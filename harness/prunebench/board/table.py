@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prunebench.analysis import PERCENT, Contrast, compare, headline_cells, is_loss
+from prunebench.analysis import PERCENT, Contrast, compare, headline_cells, is_loss, rerouting_summary
 from prunebench.board.naming import IDENTIFYING, Cell, Column, identifying_cells
 from prunebench.errors import PruneBenchError
 from prunebench.mask import canonical_json
@@ -50,6 +50,7 @@ def build_table(runs: Sequence[Run]) -> Table:
     columns = [
         *IDENTIFYING,
         Column("stored", "stored MB", "% of dense", numeric=True),
+        Column("rerouted", "calls rerouted", "%", numeric=True),
         *(Column(s.label, s.label, _suite_detail(s), numeric=True) for s in suites),
         *(Column(f"{s.label}-gain", f"{s.label} − constant", _gain_detail(s), numeric=True) for s in suites),
         Column("integrity", "integrity", "checks passed", numeric=True),
@@ -59,6 +60,7 @@ def build_table(runs: Sequence[Run]) -> Table:
         (
             *names,
             _stored(run, ordered),
+            _rerouted(run),
             *(_value(run, suite) for suite in suites),
             *(_gain(run, _constant_of(run, suite, constants), suite) for suite in suites),
             _integrity(run),
@@ -140,6 +142,15 @@ def _stored(run: Run, runs: Sequence[Run]) -> Cell:
     dense = {r.record["storage"]["total"] for r in runs if r.record["arm"]["dense"] and _weights(r) == _weights(run)}
     share = f"{100 * total / dense.pop():.1f} %" if len(dense) == 1 else "no dense run"
     return Cell(f"{total / 1e6:.2f}", share, sort=total)
+
+
+def _rerouted(run: Run) -> Cell:
+    """How often rerouting moved a slot, and how far apart the two gate scales then are (2610.41366 §5.3)."""
+    summary = rerouting_summary(run.record["routing"])
+    if summary is None or run.record["arm"]["dense"]:
+        return Cell("—")
+    detail = f"keep ÷ renorm {summary.keep_over_renorm:.2f}, above 1 on {100 * summary.above_one_share:.1f} %"
+    return Cell(f"{100 * summary.displaced_share:.1f}", detail, sort=summary.displaced_share)
 
 
 def _value(run: Run, suite: _Suite) -> Cell:
