@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -118,7 +119,8 @@ def load_model(
         experts_implementation: see `experts_implementation_for`.
 
     Raises:
-        UsageError: unknown dtype, a folder that is no checkpoint, a model that cannot be opened.
+        UsageError: unknown dtype, a folder that is no checkpoint, weights that are missing or of another shape, a model
+            that cannot be opened.
         PrerequisiteError: a missing device.
     """
     from transformers import AutoModelForCausalLM
@@ -127,16 +129,20 @@ def load_model(
     options: dict[str, Any] = {
         "dtype": DTYPES[dtype],
         "trust_remote_code": False,
+        # Tensors that do not fit are then named; transformers' own error does not.
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
         "experts_implementation": experts_implementation or experts_implementation_for(device, device_map),
     }
     if device_map is not None:
         options["device_map"] = device_map
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(
             f"cannot load the model: {_first_line(error)}", where=str(folder), fix="check the folder's files"
         ) from error
+    _check_complete(info, folder)
     tokenizer = load_tokenizer(folder)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -148,6 +154,19 @@ def load_model(
     if device_map is None:
         model = model.to(device)
     return LoadedModel(name, open_model(model.requires_grad_(requires_grad=False)), tokenizer, folder)
+
+
+def _check_complete(info: Mapping[str, Any], folder: Path) -> None:
+    """Refuse weights that transformers would have drawn at random instead: missing, or of another shape."""
+    for name, saved, wanted in sorted(info["mismatched_keys"]):
+        raise UsageError(
+            f"{name} has shape {list(saved)}",
+            where=str(folder),
+            expected=f"{list(wanted)}, by the config",
+            fix="slice every tensor of a pruned model, and write its number of experts into its config",
+        )
+    for name in sorted(info["missing_keys"]):
+        raise UsageError(f"{name} is missing", where=str(folder), expected="all weights of the config's model")
 
 
 def load_tokenizer(folder: Path) -> Any:
