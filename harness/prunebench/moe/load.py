@@ -137,11 +137,12 @@ def load_model(
     if device_map is not None:
         options["device_map"] = device_map
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(
             f"cannot load the model: {_first_line(error)}", where=str(folder), fix="check the folder's files"
         ) from error
+    model, info = loaded
     _check_complete(info, folder)
     tokenizer = load_tokenizer(folder)
     rows = model.get_input_embeddings().weight.shape[0]

@@ -31,6 +31,7 @@ __all__ = [
     "forced",
     "half_of",
     "logits_of",
+    "policy_of",
     "reloaded",
     "removed",
     "renorm_plan",
