@@ -1,4 +1,4 @@
-"""What must hold bit for bit for a family of models, as functions: for the tests, and for the table in docs/families.md.
+"""What must hold bit for bit for a family of models, as functions: for the tests, and for docs/families.md.
 
 Each check takes an opened model and says what it found; nothing is asserted here.
 """
