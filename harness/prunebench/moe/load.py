@@ -20,11 +20,14 @@ __all__ = [
     "LoadedModel",
     "check_device",
     "context_length",
+    "empty_model",
     "experts_implementation_for",
     "load_model",
     "load_tokenizer",
+    "load_weights",
     "peek",
     "quiet_libraries",
+    "weights_files",
     "weights_sha256",
 ]
 
@@ -60,6 +63,11 @@ def weights_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def weights_files(folder: Path) -> list[Path]:
+    """A checkpoint's safetensors files."""
+    return [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+
+
 def _config_of(folder: Path) -> Any:
     from transformers import AutoConfig
 
@@ -84,16 +92,24 @@ def peek(folder: Path) -> tuple[tuple[LayerShape, ...], Convention]:
     Raises:
         UsageError: no MoE layers, an unknown router, or no causal language model.
     """
+    layers = find_layers(empty_model(folder), where=str(folder))
+    return tuple(layer.shape for layer in layers), layers[0].convention
+
+
+def empty_model(folder: Path) -> Any:
+    """A model without values, from its config alone.
+
+    Raises:
+        UsageError: an unreadable config, or no causal language model.
+    """
     from transformers import AutoModelForCausalLM
 
     config = _config_of(folder)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise UsageError("not a causal language model", where=str(folder), fix=_first_line(error)) from error
-    layers = find_layers(model, where=str(folder))
-    return tuple(layer.shape for layer in layers), layers[0].convention
 
 
 def load_model(
@@ -123,6 +139,29 @@ def load_model(
             that cannot be opened.
         PrerequisiteError: a missing device.
     """
+    model = load_weights(
+        folder, device=device, dtype=dtype, device_map=device_map, experts_implementation=experts_implementation
+    )
+    tokenizer = load_tokenizer(folder)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {rows}",
+            where=str(folder),
+            expected="the model's own tokenizer",
+        )
+    return LoadedModel(name, open_model(model), tokenizer, folder)
+
+
+def load_weights(
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    device_map: str | None = None,
+    experts_implementation: str | None = None,
+) -> Any:
+    """The model of a checkpoint folder on its device, not yet opened; arguments and errors as for `load_model`."""
     from transformers import AutoModelForCausalLM
 
     check_device(device, dtype)
@@ -144,17 +183,9 @@ def load_model(
         ) from error
     model, info = loaded
     _check_complete(info, folder)
-    tokenizer = load_tokenizer(folder)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise UsageError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {rows}",
-            where=str(folder),
-            expected="the model's own tokenizer",
-        )
     if device_map is None:
         model = model.to(device)
-    return LoadedModel(name, open_model(model.requires_grad_(requires_grad=False)), tokenizer, folder)
+    return model.requires_grad_(requires_grad=False)
 
 
 def _check_complete(info: Mapping[str, Any], folder: Path) -> None:
