@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib.util
 import inspect
 import sys
@@ -40,6 +42,7 @@ class OwnRouter:
 
     def __init__(self, layer: MoELayer, dtype: torch.dtype) -> None:
         self.layer, self.router, self.dtype = layer, layer.router, dtype
+        self.choices = self.width = 0
         with torch.no_grad():
             for name, tensor in self.router.named_parameters():
                 if name.endswith("weight") and tensor.dim() == 2:
@@ -80,6 +83,27 @@ class OwnRouter:
                 handle.remove()
         [call] = calls
         return call
+
+    def without(self, pruned: tuple[int, ...]) -> OwnRouter:
+        """A copy whose tensors lack the entries of these experts, wherever an axis has one entry per choice."""
+        block = copy.deepcopy(self.layer.block)
+        name = next(name for name in ("router", "gate") if isinstance(getattr(block, name, None), torch.nn.Module))
+        kept = torch.tensor([e for e in range(self.choices) if e not in set(pruned)])
+        for module in (block, *getattr(block, name).modules()):
+            tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for path, tensor in tensors:
+                axes = [axis for axis, size in enumerate(tensor.shape) if size == self.choices]
+                if axes and (module is not block or path in BIASES):
+                    cut = tensor.detach().index_select(axes[0], kept)
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    setattr(module, path, torch.nn.Parameter(cut, requires_grad=False) if is_parameter else cut)
+            for attribute, value in vars(module).items():
+                if type(value) is int and value in {self.choices, EXPERTS}:
+                    setattr(module, attribute, value - len(pruned))
+        smaller = copy.copy(self)
+        smaller.layer = dataclasses.replace(self.layer, block=block, router=getattr(block, name))
+        smaller.router, smaller.choices = smaller.layer.router, len(kept)
+        return smaller
 
 
 def run_router(layer: MoELayer, x_TD: torch.Tensor) -> Any:
