@@ -98,6 +98,12 @@ class MoELayer:
         return bias.reshape(-1)
 
     @property
+    def bias_axis(self) -> int:
+        """The axis of the selection bias that the choices are on: some routers keep it as [1, E]."""
+        assert self.row.bias is not None
+        return int(reach(self.bias_owner, self.row.bias).dim()) - 1
+
+    @property
     def expert_scale_E(self) -> Tensor | None:
         """The number that multiplies each expert's gate, or None."""
         scale: Tensor | None = reach(self.router, self.row.scale) if self.row.scale else None

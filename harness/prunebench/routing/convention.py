@@ -132,6 +132,11 @@ class Convention:
         return self.score in {"softmax", "selected_softmax"}
 
     @property
+    def one_scale(self) -> bool:
+        """Whether Z is 1 under every scale: independent scores that are not renormalised."""
+        return not self.renormalised and self.score in {"sigmoid", "selected_sigmoid", "sqrtsoftplus"}
+
+    @property
     def removable(self) -> bool:
         """Whether a router without the pruned rows computes renorm, groups apart.
 

@@ -23,8 +23,9 @@ other scale is defined), and a scale per expert multiplies its gate after c, und
 
 Group-limited routers take one of two policies (`mask.GroupPolicy`). Under `frozen`, the default, the groups are those
 that the unpruned router chose. Under `reselect` they are chosen anew among the routable: an unroutable expert counts as
--inf, one that is alone in its group scores it alone, a group without any cannot be chosen, and members of D whose group
-lost leave their slots; with equal groups left this is what a router without the pruned rows computes.
+-inf, one that is alone in its group scores it alone, a group without any cannot be chosen, and members of D leave their
+slots where their group lost or a new one holds better experts; with equal groups left this is what a router without the
+pruned rows computes.
 
 T tokens, K slots per token, E experts.
 """
@@ -289,15 +290,19 @@ class Selection:
 def select_survivors(call: RouterCall, blocked_E: Tensor, policy: GroupPolicy = "frozen") -> Selection:
     """S: the top-k of the choice among the experts that are not blocked.
 
-    Routable members of D keep their slots; promoted experts fill the holes in slot order, best choice first, ties to
-    the lowest id. With groups, the groups are those of the policy. `Mask.check_fits` leaves enough routable experts to
+    Members of D that are in S keep their slots: all that are routable, but for groups chosen anew. Promoted experts
+    fill the holes in slot order, best choice first, ties to the lowest id. With groups, the groups are those of the
+    policy. `Mask.check_fits` leaves enough routable experts to
     fill every hole; where a caller went without it, what cannot be filled is empty, and no id is repeated.
     """
     _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
     unavailable_TE = _unavailable(call, choice_TE, blocked_E, policy)
     hole_TK = blocked_E[call.index_TK]
     if policy == "reselect" and call.convention.groups is not None:
-        hole_TK = unavailable_TE.gather(1, call.index_TK)
+        # A group that was not chosen before may hold better experts than some members of D; at a tie, D stays.
+        rest_TE = choice_TE.masked_fill(unavailable_TE, _NEVER)
+        last_T1 = rest_TE.topk(call.index_TK.shape[1], dim=-1)[0][:, -1:]
+        hole_TK = unavailable_TE.gather(1, call.index_TK) | (rest_TE.gather(1, call.index_TK) < last_T1)
     taken_TE = unavailable_TE.scatter(1, call.index_TK, value=True)
     ranked_TE = _ranked(call, choice_TE, taken_TE)
     nth_hole_TK = (hole_TK.cumsum(-1) - 1).clamp_(min=0)

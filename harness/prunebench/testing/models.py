@@ -221,7 +221,12 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h.latent": Family("nemotron_h", {**_NEMOTRON, "moe_latent_size": 16}, *_ROUTED),
     "bailing_hybrid": Family(
         "bailing_hybrid",
-        {**_LATENT, "num_expert_group": 4, "topk_group": 2},
+        {
+            **_LATENT,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
         "num_experts",
         "num_experts_per_token",
     ),
@@ -293,6 +298,7 @@ _DRAWS: tuple[tuple[re.Pattern[str], float, float], ...] = tuple(
         (r"\.router\.bias$", 0.3, 0.0),
         (r"\.experts\.\w+_bias$", 0.1, 0.0),
         (r"\.experts\.\w+_proj$", 0.15, 0.0),
+        (r"\.fc[12]_latent_proj\.weight$", 0.3, 0.0),
     )
 )
 
