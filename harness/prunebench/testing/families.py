@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from prunebench.errors import UsageError
 from prunebench.install import programs_of, shrink
 from prunebench.mask import GroupPolicy, Mask
-from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel
+from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel, TokenBatch
 from prunebench.plan import LayerPlan, Plan
 from prunebench.routing import Scale
 from prunebench.testing.models import random_ids
 
 __all__ = [
+    "APART",
     "KERNELS",
     "Finding",
     "empty_mask",
@@ -38,7 +39,14 @@ __all__ = [
     "slots",
 ]
 
+ROUNDING = 1e-6
 KERNELS = ("eager", "grouped_mm", "batched_mm")
+
+
+APART = (
+    "the experts module itself gives other bits to the same rows when they are sent apart from the others', as seen on"
+    " this very batch; logits within 1e-6"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ def forced(moe: MoEModel, scale: str) -> Finding:
     try:
         resolved = Scale.parse(scale).resolve(moe.convention)
     except UsageError as error:
-        return Finding(exact=None, why=str(error))
+        return Finding(exact=None, why=f"{error.what}: {moe.layers[0].row.note}")
     plain = logits_of(moe)
     with Instrument(moe, {layer.index: LayerProgram((), scale=resolved) for layer in moe.layers}, force=True):
         return _compared(plain, logits_of(moe))
@@ -99,14 +107,36 @@ class _Itself(nn.Module):
 
 
 def slots(moe: MoEModel) -> Finding:
-    """Half of the experts keep their slots and are answered by themselves, as fills: the logits stay."""
+    """Half of the experts keep their slots and are answered by themselves, as fills: the logits stay.
+
+    A fill's rows go through the module apart from the others'. Where the module itself, without any hook, gives other
+    bits to the very same rows sent apart, no bits are promised, and the finding says that this was seen.
+    """
     plain = logits_of(moe)
     programs = {}
     for layer in moe.layers:
         pruned = half_of(layer)
         programs[layer.index] = LayerProgram(pruned, {expert: _Itself(layer, expert) for expert in pruned})
     with Instrument(moe, programs):
-        return _compared(plain, logits_of(moe))
+        found = _compared(plain, logits_of(moe))
+    close = not found.exact and float(found.why.rpartition(" ")[2]) <= ROUNDING
+    return Finding(exact=False, why=APART) if close and _moved_apart(moe) else found
+
+
+def _moved_apart(moe: MoEModel) -> float:
+    """How far an expert's outputs move when its rows are sent to the experts module apart from the others'."""
+    worst = 0.0
+
+    def look(layer: MoELayer, batch: TokenBatch) -> None:
+        nonlocal worst
+        for expert, start, end in batch.segments:
+            if expert in half_of(layer):
+                own_SD = layer.run_experts(batch.x_TD[batch.token_S[start:end]], batch.expert_S[start:end])
+                worst = max(worst, float((own_SD - batch.outputs_SD[start:end]).abs().max()))
+
+    with Instrument(moe, observer=look):
+        logits_of(moe)
+    return worst
 
 
 def half_of(layer: MoELayer) -> tuple[int, ...]:
