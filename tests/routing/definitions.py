@@ -237,10 +237,14 @@ def survivors(
 ) -> list[int]:
     """S in slot order: members of D keep their slots, the best others fill the holes, ties to the lowest id.
 
-    E stands for an empty slot. Under the policy "reselect", members of D outside the groups leave too.
+    E stands for an empty slot. Under the policy "reselect" new groups may hold better experts than members of D, which
+    then leave too; of equals, the members of D stay.
     """
-    gone = blocked | (set(t.experts) - among if policy == "reselect" else frozenset())
-    free = sorted((e for e in among - blocked - set(dense)), key=lambda e: (-t.ranked[e], e))
+    gone = set(blocked)
+    if policy == "reselect":
+        best = sorted(among - blocked, key=lambda e: (-t.ranked[e], e not in dense))
+        gone = set(t.experts) - set(best[: len(dense)])
+    free = sorted(among - blocked - set(dense), key=lambda e: (-t.ranked[e], e))
     promoted = iter(free)
     return [next(promoted, len(t.p)) if e in gone else e for e in dense]
 

@@ -317,3 +317,18 @@ def test_an_expert_from_outside_the_groups_has_gate_zero_under_every_scale(own_r
     blocked_E = torch.isin(torch.arange(16), torch.tensor(pruned, dtype=torch.long))
     index_TK, gates_TK = reroute(call, blocked_E, Scale.parse(scale))
     assert (gates_TK[outside(index_TK)] == 0).all()
+
+
+def test_groups_chosen_anew_prefer_a_better_expert_to_one_of_two_tied_members_of_the_unpruned_choice(own_router):
+    router = own_router("deepseek_v2.groups")
+    groups = ([5.0, 1.0, 1.0, -1.0], [4.0, -3.0, -3.0, -3.0], [3.0, 2.0, -3.0, -3.0], [-3.0] * 4)
+    logits_TE = torch.tensor([[x for group in groups for x in group]])
+    call = router(logits_TE)
+    assert set(call.index_TK[0].tolist()) == {0, 1, 2, 4}
+    # Without 4 the third group is chosen in place of the second: 5, 3, 2, and one of the tied 1s.
+    gone = (3, 4, 11, 15)
+    kept = torch.tensor([e for e in range(16) if e not in gone])
+    own = router.without(gone)(logits_TE)
+    assert {0, 8, 9} < set(kept[own.index_TK[0]].tolist())
+    index_TK, _ = reroute(call, ~torch.isin(torch.arange(16), kept), Scale("renorm"), "reselect")
+    assert {0, 8, 9} < set(index_TK[0].tolist())

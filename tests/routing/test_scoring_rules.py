@@ -176,7 +176,12 @@ def test_with_few_experts_left_the_rest_of_the_slots_is_empty(definitions, own_r
 
 @pytest.mark.parametrize("family", ["deepseek_v2.groups", "deepseek_v3.groups", "bailing_hybrid"])
 @pytest.mark.parametrize(
-    "blocked", [HALF, frozenset({0, 1, 2, 3, 5, 6, 7, 9}), frozenset(range(12)), frozenset({0, 1, 2, 4, 8, 9, 10, 11})]
+    "blocked",
+    [
+        *(HALF, frozenset({0, 1, 2, 3, 5, 6, 7, 9}), frozenset(range(12)), frozenset({0, 1, 2, 4, 8, 9, 10, 11})),
+        # Three and four are left in a group: new groups may hold better experts than members of D.
+        *(frozenset({0, 5, 10, 15}), frozenset({3, 4, 12}), frozenset({8, 9})),
+    ],
 )
 def test_groups_chosen_anew_are_chosen_among_the_survivors(definitions, own_router, family, blocked):
     router, rule = own_router(family), definitions.ROUTERS[family]
@@ -226,6 +231,9 @@ def test_sparsemixer_runs_again_among_the_survivors(definitions, own_router, dty
         assert sorted(row[e] for e in got) == sorted(row[e] for e in wanted)
         # Of two that tie for the second slot either is right; its gate is the same.
         assert sorted(got.values()) == pytest.approx(sorted(wanted.values()), rel=1e-6 if dtype is FLOAT32 else 2.0**-8)
+        best = sorted((row[e] for e in live), reverse=True)[:3]
+        if len(set(best)) == len(best):
+            assert got == pytest.approx(wanted, rel=1e-6 if dtype is FLOAT32 else 2.0**-8)
         if not blocked:
             assert call.gates_TK[t].double().tolist() == pytest.approx(list(wanted.values()), rel=2.0**-8)
 

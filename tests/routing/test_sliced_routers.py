@@ -40,8 +40,8 @@ def logits(family: str, choices: int, dtype=torch.float32, tokens: int = 64) -> 
     return torch.cat([close[:8], order[8:16] * 2.5 - 20, torch.randn(tokens, choices, generator=random)])
 
 
-def blocked(choices: int) -> torch.Tensor:
-    return torch.isin(torch.arange(choices), torch.tensor(PRUNED))
+def blocked(choices: int, pruned=PRUNED) -> torch.Tensor:
+    return torch.isin(torch.arange(choices), torch.tensor(pruned))
 
 
 def as_dense(index_TK, gates_TK, choices: int) -> torch.Tensor:
@@ -49,15 +49,15 @@ def as_dense(index_TK, gates_TK, choices: int) -> torch.Tensor:
     return torch.zeros(len(index_TK), choices, dtype=torch.float64).scatter_(1, index_TK, gates_TK.double())
 
 
-def cut(router, logits_TE):
+def cut(router, logits_TE, pruned=PRUNED):
     """What the router without the pruned rows says of the same tokens, by original id."""
-    kept = (~blocked(router.choices)).nonzero()[:, 0]
-    call = router.without(PRUNED)(logits_TE)
+    kept = (~blocked(router.choices, pruned)).nonzero()[:, 0]
+    call = router.without(pruned)(logits_TE)
     return as_dense(kept[call.index_TK], call.gates_TK, router.choices)
 
 
-def masked(router, logits_TE, scale, policy="frozen"):
-    index_TK, gates_TK = reroute(router(logits_TE), blocked(router.choices), Scale.parse(scale), policy)
+def masked(router, logits_TE, scale, policy="frozen", *, pruned=PRUNED):
+    index_TK, gates_TK = reroute(router(logits_TE), blocked(router.choices, pruned), Scale.parse(scale), policy)
     return as_dense(index_TK, gates_TK, router.choices)
 
 
@@ -77,15 +77,17 @@ def test_renorm_is_the_router_without_the_pruned_rows(own_router, family, dtype)
     torch.testing.assert_close(found_TE, wanted_TE, rtol=2.0**-6 if half else 2e-6, atol=1e-38)
 
 
+# One and two of each group.
+@pytest.mark.parametrize("pruned", [(0, 5, 10, 15), PRUNED], ids=["three left", "two left"])
 @pytest.mark.parametrize("family", GROUPED)
-def test_with_groups_renorm_is_that_router_where_groups_are_chosen_anew_and_only_there(own_router, family):
+def test_with_groups_renorm_is_that_router_where_groups_are_chosen_anew_and_only_there(own_router, family, pruned):
     router = prepared(own_router, family)
     logits_TE = logits(family, router.choices)
-    wanted_TE = cut(router, logits_TE)
-    anew_TE = masked(router, logits_TE, "renorm", "reselect")
+    wanted_TE = cut(router, logits_TE, pruned)
+    anew_TE = masked(router, logits_TE, "renorm", "reselect", pruned=pruned)
     assert same_experts(anew_TE, wanted_TE).all()
     torch.testing.assert_close(anew_TE, wanted_TE, rtol=2e-6, atol=1e-38)
-    frozen_TE = masked(router, logits_TE, "renorm", "frozen")
+    frozen_TE = masked(router, logits_TE, "renorm", "frozen", pruned=pruned)
     assert not same_experts(frozen_TE, wanted_TE).all(), "the unpruned router's groups are others"
 
 
