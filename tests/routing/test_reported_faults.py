@@ -332,3 +332,10 @@ def test_groups_chosen_anew_prefer_a_better_expert_to_one_of_two_tied_members_of
     assert {0, 8, 9} < set(kept[own.index_TK[0]].tolist())
     index_TK, _ = reroute(call, ~torch.isin(torch.arange(16), kept), Scale("renorm"), "reselect")
     assert {0, 8, 9} < set(index_TK[0].tolist())
+
+
+def test_ends_that_lie_hundreds_of_nats_apart_are_interpolated():
+    convention = Convention("sigmoid", renormalised=True, biased=True)
+    # p_0 = e^-800, p_1 = 1/2: keep divides by p_0, renorm by p_1, half way by p_1 / 2.
+    call = call_of(convention, [-800.0, 0.0], 1, [2.0, 0.0])
+    assert routed(call, "interp:0.5", (0,)) == pytest.approx({1: 2.0})
