@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunebench import Constant, Mask, Zero, load_method
-from prunebench.calibration import CalibrationSpec, CalibrationTokens, score_pass
+from prunebench import Constant, Zero, load_method
 from prunebench.calibration.statistics import BUILT_IN
 from prunebench.install import installed, remove_experts
-from prunebench.moe import Instrument, LayerProgram, open_model
+from prunebench.mask import Mask
+from prunebench.moe import Instrument, LayerProgram
 from prunebench.plan import make_plan
-from prunebench.routing import (
-    Convention,
-    Groups,
-    RouterCall,
-    Scale,
-    native_gates,
-    native_index,
-    reroute,
-    scores_and_choice,
-)
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.routing import Convention, RouterCall, Scale, reroute, scores_and_choice
+from prunebench.testing import random_ids, relabel_model, router_call, score, shape_of
+from prunebench.testing.strategies import conventions, masks, models, router_calls
 
 # Each example builds and runs models; the rules on tensors alone afford the profile's own number.
 few = settings(max_examples=max(4, settings().max_examples // 5))
 
-CONVENTIONS = {
-    "softmax": Convention("softmax", renormalised=False),
-    "softmax ×16": Convention("softmax", renormalised=False, factor=16.0),
-    "softmax, renorm": Convention("softmax", renormalised=True),
-    "selected": Convention("selected_softmax", renormalised=True),
-    "sigmoid": Convention("sigmoid", renormalised=True, factor=2.446, epsilon=1e-20, biased=True),
-    "sigmoid, no renorm": Convention("sigmoid", renormalised=False),
-    "grouped softmax": Convention("softmax", renormalised=False, groups=Groups(2, 1, "max")),
-    "grouped sigmoid": Convention(
-        "sigmoid", renormalised=True, epsilon=1e-20, biased=True, groups=Groups(2, 1, "top2sum")
-    ),
-}
-SOFTMAX = [name for name, convention in CONVENTIONS.items() if convention.score != "sigmoid"]
+# Independent sigmoids without renormalisation have no simplex, and no family: there renorm is keep.
+CONVENTIONS = conventions() | st.just(Convention("sigmoid", renormalised=False))
+SOFTMAX = CONVENTIONS.filter(lambda convention: "softmax" in convention.score)
+UNGROUPED = CONVENTIONS.filter(lambda convention: convention.groups is None)
 
 
 @dataclass
 class Case:
-    name: str
     call: RouterCall
     blocked_E: torch.Tensor
 
@@ -57,35 +38,23 @@ class Case:
         return reroute(self.call, self.blocked_E, Scale.parse(scale))
 
 
-def call_of(convention: Convention, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, k: int) -> RouterCall:
-    scores_TE, choice_TE = scores_and_choice(convention, logits_TE, bias_E)
-    index_TK = native_index(convention, choice_TE, k)
-    return RouterCall(convention, logits_TE, bias_E, index_TK, native_gates(convention, logits_TE, scores_TE, index_TK))
-
-
 @st.composite
-def cases(draw, *, names=tuple(CONVENTIONS)):
+def cases(draw, *, conventions=CONVENTIONS, ties=True):
     """A router call and blocked experts that leave every group enough to fill k slots."""
-    name = draw(st.sampled_from(names))
-    convention = CONVENTIONS[name]
-    k = draw(st.integers(1, 4))
-    half = draw(st.integers(max(k, 2), 6))
-    experts = 2 * half
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    spread = draw(st.sampled_from([0.1, 1.0, 5.0, 20.0]))
-    logits_TE = torch.randn(draw(st.integers(1, 12)), experts, generator=generator) * spread
-    bias_E = torch.randn(experts, generator=generator) * 0.2 if convention.biased else None
-    blocked_E = torch.zeros(experts, dtype=torch.bool)
-    for start in (0, half) if convention.groups else (0,):
-        size = half if convention.groups else experts
-        gone = draw(st.sets(st.integers(start, start + size - 1), max_size=size - k))
-        blocked_E[list(gone)] = True
-    return Case(name, call_of(convention, logits_TE, bias_E, k), blocked_E)
+    call = draw(router_calls(conventions=conventions, ties=ties))
+    blocked_E = torch.zeros(call.logits_TE.shape[1], dtype=torch.bool)
+    blocked_E[list(draw(masks(shapes=[shape_of(call)], allow_empty=True)).pruned_of(0))] = True
+    return Case(call, blocked_E)
 
 
-def distinct(case: Case) -> bool:
+def call_on(call: RouterCall, logits_TE: torch.Tensor, bias_E: torch.Tensor | None) -> RouterCall:
+    """The same router on other logits."""
+    return router_call(call.convention, logits_TE, bias_E, top_k=call.index_TK.shape[1])
+
+
+def distinct(call: RouterCall) -> bool:
     """No two experts of a token are ranked alike, in float32."""
-    choice_TE = scores_and_choice(case.call.convention, case.call.logits_TE, case.call.bias_E)[1]
+    choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)[1]
     return all(len(set(row)) == len(row) for row in choice_TE.tolist())
 
 
@@ -114,12 +83,10 @@ def test_no_slot_is_blocked_repeated_or_not_a_number_and_survivors_stay(case, sc
     assert (gates_TK >= 0).all()
 
 
-@given(cases())
+@given(cases(conventions=UNGROUPED))
 def test_the_selection_is_the_top_k_of_the_choice_among_the_routable(case):
     index_TK, _ = case.reroute("keep")
     _, choice_TE = scores_and_choice(case.call.convention, case.call.logits_TE, case.call.bias_E)
-    if case.call.convention.groups:
-        return
     for row, choice_E in zip(index_TK.tolist(), choice_TE, strict=True):
         left = choice_E[~case.blocked_E].sort(descending=True)[0]
         assert sorted(choice_E[row].tolist(), reverse=True) == left[: len(row)].tolist()
@@ -135,11 +102,10 @@ def test_interp_has_the_ends_bit_for_bit_and_lies_between_them(case):
     assert (ends["interp:0.5"] <= high * (1 + 1e-6)).all()
 
 
-@given(cases())
+@given(cases(conventions=CONVENTIONS.filter(lambda convention: convention.renormalised)))
 def test_a_reference_set_of_k_is_renorm_where_the_router_renormalises(case):
-    if case.call.convention.renormalised:
-        k = case.call.index_TK.shape[1]
-        assert torch.equal(case.reroute(f"ref:{k}")[1], case.reroute("renorm")[1])
+    k = case.call.index_TK.shape[1]
+    assert torch.equal(case.reroute(f"ref:{k}")[1], case.reroute("renorm")[1])
 
 
 @given(cases(), st.sampled_from(["keep", "renorm", "interp:0.5"]))
@@ -150,37 +116,32 @@ def test_with_nothing_blocked_the_call_is_returned_bit_for_bit(case, scale):
 
 
 @given(
-    cases(names=tuple(SOFTMAX)),
+    cases(conventions=SOFTMAX, ties=False),
     st.sampled_from([-8.0, -1.0, 0.5, 16.0]),
     st.sampled_from(["keep", "renorm", "interp:0.5", "ref:1"]),
 )
 def test_shifting_a_tokens_logits_changes_nothing_for_softmax_routers(case, shift, scale):
     call = case.call
-    # Float32 logits are on a grid of 2^-16 here, so that the shift itself is exact.
-    logits_TE = (call.logits_TE.double() * 2**12).round() / 2**12
-    shift_T1 = shift * torch.arange(1, len(logits_TE) + 1)[:, None] / 4
-    k = call.index_TK.shape[1]
-    plain, moved = (
-        Case(case.name, call_of(call.convention, x.float(), call.bias_E, k), case.blocked_E)
-        for x in (logits_TE, logits_TE + shift_T1)
-    )
-    if not distinct(plain) or not distinct(moved):
-        return
-    (index_TK, gates_TK), (moved_TK, moved_gates_TK) = plain.reroute(scale), moved.reroute(scale)
+    # Drawn logits lie on a grid, so that the shift itself is exact in float32.
+    shift_T1 = shift * torch.arange(1, len(call.logits_TE) + 1)[:, None] / 4
+    moved = Case(call_on(call, call.logits_TE + shift_T1, call.bias_E), case.blocked_E)
+    assume(distinct(moved.call))
+    (index_TK, gates_TK), (moved_TK, moved_gates_TK) = case.reroute(scale), moved.reroute(scale)
     assert torch.equal(index_TK, moved_TK)
     torch.testing.assert_close(gates_TK, moved_gates_TK, rtol=1e-6, atol=1e-30)
 
 
-@given(cases(), st.randoms(use_true_random=False), st.sampled_from(["keep", "renorm", "interp:0.5", "ref:1"]))
+@given(
+    cases(conventions=UNGROUPED, ties=False),
+    st.randoms(use_true_random=False),
+    st.sampled_from(["keep", "renorm", "interp:0.5", "ref:1"]),
+)
 def test_relabelling_experts_relabels_the_routing(case, random, scale):
-    if case.call.convention.groups or not distinct(case):
-        return
-    experts, k = len(case.blocked_E), case.call.index_TK.shape[1]
-    new_of_old = list(range(experts))
+    new_of_old = list(range(len(case.blocked_E)))
     random.shuffle(new_of_old)
     old_of_new = torch.tensor(new_of_old).argsort()
     bias_E = None if case.call.bias_E is None else case.call.bias_E[old_of_new]
-    call = call_of(case.call.convention, case.call.logits_TE[:, old_of_new], bias_E, k)
+    call = call_on(case.call, case.call.logits_TE[:, old_of_new], bias_E)
     index_TK, gates_TK = case.reroute(scale)
     named_TK, named_gates_TK = reroute(call, case.blocked_E[old_of_new], Scale.parse(scale))
     for row, gates, named, named_gates in zip(index_TK, gates_TK, named_TK, named_gates_TK, strict=True):
@@ -193,34 +154,6 @@ def test_relabelling_experts_relabels_the_routing(case, random, scale):
 # ---------------------------------------------------------------------------------------------- on whole tiny models
 
 
-@st.composite
-def models(draw, *, families=tuple(FAMILIES)):
-    """An opened tiny model: family, kernel, weights, E and k vary."""
-    family = draw(st.sampled_from(families))
-    grouped = family.endswith("groups")
-    top_k = draw(st.sampled_from([2, 4] if grouped else [1, 2, 4]))
-    experts = draw(st.sampled_from([8, 16] if grouped else [8, 12, 16]))
-    kernel = draw(st.sampled_from(["eager", "grouped_mm"]))
-    seed = draw(st.integers(0, 1000))
-    return open_model(
-        random_model(family, experts=experts, top_k=top_k, seed=seed, experts_implementation=kernel), probe_tokens=16
-    )
-
-
-@st.composite
-def masks(draw, moe):
-    """Any mask that the model's routers allow; some layers may lose nothing."""
-    pruned = {}
-    for shape in moe.shapes:
-        size = shape.experts // shape.groups
-        pruned[shape.index] = [
-            group * size + e
-            for group in range(shape.groups)
-            for e in draw(st.sets(st.integers(0, size - 1), max_size=size - shape.fewest_per_group()))
-        ]
-    return Mask.for_shapes(moe.shapes, pruned)
-
-
 def logits(moe, **options) -> torch.Tensor:
     with torch.inference_mode():
         return moe.model(input_ids=random_ids(2, 12), use_cache=False, **options).logits
@@ -229,8 +162,8 @@ def logits(moe, **options) -> torch.Tensor:
 @few
 @given(st.data())
 def test_masked_equals_removed(data):
-    moe = data.draw(models())
-    mask = data.draw(masks(moe))
+    moe = data.draw(models(seeds=1000))
+    mask = data.draw(masks(shapes=moe.shapes, allow_empty=True))
     scale = data.draw(st.sampled_from(["keep", "renorm", "interp:0.25", "ref:1", "zero"]))
     operator = load_method("zero") if scale == "zero" else load_method("reroute", {"scale": scale})
     plan = make_plan(moe, mask, operator, None)
@@ -244,8 +177,8 @@ def test_masked_equals_removed(data):
 @few
 @given(st.data())
 def test_a_constant_of_zero_equals_zero(data):
-    moe = data.draw(models())
-    mask = data.draw(masks(moe))
+    moe = data.draw(models(seeds=1000))
+    mask = data.draw(masks(shapes=moe.shapes, allow_empty=True))
 
     def run(fill):
         programs = {x.index: LayerProgram(x.pruned, dict.fromkeys(x.pruned, fill)) for x in mask.layers}
@@ -258,8 +191,8 @@ def test_a_constant_of_zero_equals_zero(data):
 @few
 @given(st.data())
 def test_interp_equals_its_ends_in_the_logits_bit_for_bit(data):
-    moe = data.draw(models())
-    mask = data.draw(masks(moe))
+    moe = data.draw(models(seeds=1000))
+    mask = data.draw(masks(shapes=moe.shapes, allow_empty=True))
 
     def run(scale):
         with installed(moe, make_plan(moe, mask, load_method("reroute", {"scale": scale}), None)):
@@ -272,8 +205,8 @@ def test_interp_equals_its_ends_in_the_logits_bit_for_bit(data):
 @few
 @given(st.data())
 def test_no_token_reaches_a_pruned_expert_whatever_the_mask(data):
-    moe = data.draw(models())
-    mask = data.draw(masks(moe))
+    moe = data.draw(models(seeds=1000))
+    mask = data.draw(masks(shapes=moe.shapes, allow_empty=True))
     with installed(moe, make_plan(moe, mask, load_method("reroute"), None)) as instrument:
         logits(moe)
     for index, counters in instrument.counters.items():
@@ -282,14 +215,13 @@ def test_no_token_reaches_a_pruned_expert_whatever_the_mask(data):
 
 
 def statistics(moe, ids_BL, batch_tokens=10_000):
-    tokens = CalibrationTokens(CalibrationSpec("file:x", *ids_BL.shape), ids_BL, "test")
-    return score_pass(moe, tokens, [kind() for kind in BUILT_IN], batch_tokens=batch_tokens).layers
+    return score(moe, [kind() for kind in BUILT_IN], ids_BL=ids_BL, batch_tokens=batch_tokens).layers
 
 
 @few
 @given(st.data())
 def test_statistics_of_split_streams_merge_to_those_of_one(data):
-    moe = data.draw(models())
+    moe = data.draw(models(seeds=1000))
     ids = random_ids(5, 8, seed=data.draw(st.integers(0, 100)))
     cut = data.draw(st.integers(1, 4))
     whole, first, second = (statistics(moe, part, batch_tokens=8) for part in (ids, ids[:cut], ids[cut:]))
@@ -303,27 +235,12 @@ def test_statistics_of_split_streams_merge_to_those_of_one(data):
                     torch.testing.assert_close(statistic.state[key], value, rtol=1e-12, atol=1e-13)
 
 
-def relabelled(model: torch.nn.Module, old_of_new: torch.Tensor) -> torch.nn.Module:
-    """The same model with its experts renumbered: expert n of the copy is `old_of_new[n]` of the model."""
-    twin = copy.deepcopy(model)
-    for name, module in twin.named_modules():
-        if name.endswith(".experts"):
-            for parameter in module.parameters():
-                parameter.data = parameter.data[old_of_new].clone()
-        elif name.endswith((".gate", ".router")):
-            module.weight.data = module.weight.data[old_of_new].clone()
-            if hasattr(module, "e_score_correction_bias"):
-                module.e_score_correction_bias = module.e_score_correction_bias[old_of_new].clone()
-    return twin
-
-
 @few
 @given(st.data())
 def test_relabelling_experts_permutes_statistics_masks_and_changes_no_output(data):
-    moe = data.draw(models(families=[name for name in FAMILIES if not name.endswith("groups")]))
-    experts = moe.layers[0].expert_count
-    old_of_new = torch.tensor(data.draw(st.permutations(range(experts))))
-    twin = open_model(relabelled(moe.model, old_of_new), probe_tokens=16)
+    moe = data.draw(models(seeds=1000).filter(lambda moe: moe.convention.groups is None))
+    old_of_new = torch.tensor(data.draw(st.permutations(range(moe.layers[0].expert_count))))
+    twin = relabel_model(moe, old_of_new)
     ids = random_ids(3, 16)
     mine, theirs = statistics(moe, ids), statistics(twin, ids)
     for index, found in mine.items():
@@ -332,7 +249,7 @@ def test_relabelling_experts_permutes_statistics_masks_and_changes_no_output(dat
             np.testing.assert_allclose(theirs[index][name].value(), found[name].value()[old_of_new], rtol=2e-5)
         mean_ED, twin_ED = (s[index]["output_moments"].value().mean_ED for s in (mine, theirs))
         np.testing.assert_allclose(twin_ED, mean_ED[old_of_new], atol=1e-5)
-    mask = data.draw(masks(moe))
+    mask = data.draw(masks(shapes=moe.shapes, allow_empty=True))
     new_of_old = old_of_new.argsort()
     named = Mask.for_shapes(twin.shapes, {x.index: new_of_old[list(x.pruned)].tolist() for x in mask.layers})
     scale = data.draw(st.sampled_from(["keep", "renorm"]))

@@ -119,7 +119,12 @@ def score_pass(
         for statistic in layers[layer.index].values():
             statistic.start(layer.expert_count, layer.width, layer.device)
 
+    # Slots of identity experts belong to no expert, and are slots all the same.
+    beside = {layer.index: torch.zeros((), dtype=torch.int64, device=layer.device) for layer in moe.layers}
+
     def observe(layer: MoELayer, batch: TokenBatch) -> None:
+        if layer.convention.identities:
+            beside[layer.index] += (batch.index_TK >= layer.expert_count).sum()
         for statistic in layers[layer.index].values():
             statistic.update(batch)
 
@@ -135,7 +140,7 @@ def score_pass(
     for layer in moe.layers:
         for statistic in layers[layer.index].values():
             statistic.to_host()
-        slots = int(layers[layer.index][Count.name].value().sum())
+        slots = int(layers[layer.index][Count.name].value().sum()) + int(beside[layer.index])
         if slots != layer.top_k * total:
             raise IntegrityError(
                 f"{slots} slots for {total} tokens", where=layer.name, expected=f"k = {layer.top_k} slots per token"
