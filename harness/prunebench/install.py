@@ -101,9 +101,7 @@ def slice_layer(layer: MoELayer, survivors: tuple[int, ...], *, router: bool) ->
 
 def _router_goes_too(layer: MoELayer, program: LayerProgram, survivors: tuple[int, ...]) -> bool:
     """Whether a plain router without the pruned rows computes what the program does."""
-    if program.fills or not layer.convention.removable:
-        return False
-    if program.scale.kind != "renorm" and not layer.convention.one_scale:
+    if program.fills or not layer.convention.loses_rows(program.scale.kind):
         return False
     groups = layer.convention.groups
     if groups is None:

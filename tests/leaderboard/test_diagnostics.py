@@ -60,3 +60,10 @@ def test_a_layer_that_fills_beside_layers_that_reroute_is_counted():
     routing = count({1: np.array([0.5, np.nan]), 2: np.full(2, np.nan)})
     routing["layers"]["2"]["filled_share"] = 0.3
     assert rerouting_summary(routing).displaced_share == 0.25
+
+
+def test_a_router_with_one_scale_has_no_ratio_of_two():
+    stated = count({1: np.array([0.5, np.nan])})
+    for name in ("keep_over_renorm", "above_one_share"):
+        del stated["layers"]["1"][name]
+    assert rerouting_summary(stated) is None

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from prunebench.analysis import metrics_from_items
+from prunebench.errors import UsageError
 from prunebench.install import remove_experts
 from prunebench.loader import load_method
 from prunebench.mask import Mask
@@ -211,6 +212,35 @@ def test_every_family_runs_dense_rerouted_and_filled(family, spec, material, tmp
         record = session.execute(prepare(spec(model=str(folder), **changes))).run.record
         assert record["status"] == "complete"
     assert session.score_passes == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("mixtral", "renorm", True),
+        ("mixtral", "keep", False),
+        ("ernie4_5_moe", "renorm", False),  # removal rescales the softmax, but not the bias added to it
+        ("dots1.no_renorm", "keep", True),  # independent scores, not renormalised: all scales are one
+    ],
+)
+def test_router_rows_go_where_nothing_needs_them(case, spec, material, tmp_path):
+    family, scale, go = case
+    folder = str(material.write_model(tmp_path / family, family))
+    arm = {"model": folder, "method": "random", "operator": "reroute", "scale": scale}
+    sizes = {
+        name: Session(tmp_path / "out").execute(prepare(spec(**changes))).run.record["storage"]["parts"]
+        for name, changes in (("dense", {"model": folder, "method": None, "ratio": None}), ("pruned", arm))
+    }
+    assert (sizes["pruned"]["router"] < sizes["dense"]["router"]) is go
+
+
+def test_a_router_with_one_scale_is_refused_another_before_any_weight_is_read(spec, material, tmp_path):
+    folder = str(material.write_model(tmp_path / "phimoe", "phimoe", top_k=2))
+    arm = {"model": folder, "method": "random", "operator": "reroute"}
+    with pytest.raises(UsageError, match=r"scale keep is not defined .*expected renorm"):
+        prepare(spec(**arm, scale="keep"))
+    layers = Session(tmp_path / "out").execute(prepare(spec(**arm))).run.record["routing"]["layers"]
+    assert all("keep_over_renorm" not in layer and layer["displaced_share"] > 0 for layer in layers.values())
 
 
 def test_a_grouped_router_keeps_all_its_rows(spec, model, tmp_path):

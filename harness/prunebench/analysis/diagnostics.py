@@ -44,13 +44,15 @@ def rerouting_summary(routing: Mapping[str, Any]) -> ReroutingSummary | None:
     """Sum up the `routing` of a record, whose layers state their ratio and their share above 1 of displaced calls only.
 
     Returns:
-        None where nothing was rerouted: no call at all, or slots that kept their place and were answered by fills.
+        None where nothing was rerouted: no call at all, or slots that kept their place and were answered by fills. Also
+        for a router that has one scale only, and so no ratio of two.
     """
     layers = list(routing.get("layers", {}).values())
     calls = sum(int(layer["calls"]) for layer in layers)
     displaced = [layer["displaced_share"] * layer["calls"] for layer in layers]
     total = math.fsum(displaced)
-    if not calls or (not total and any(layer["filled_share"] for layer in layers)):
+    filled = not total and any(layer["filled_share"] for layer in layers)
+    if not calls or filled or any("keep_over_renorm" not in layer for layer in layers):
         return None
 
     def summed(field: str) -> float:

@@ -136,13 +136,13 @@ class Convention:
         """Whether Z is 1 under every scale: independent scores that are not renormalised."""
         return not self.renormalised and self.score in {"sigmoid", "selected_sigmoid", "sqrtsoftplus"}
 
-    @property
-    def removable(self) -> bool:
-        """Whether a router without the pruned rows computes renorm, groups apart.
+    def loses_rows(self, scale: str) -> bool:
+        """Whether a router without the pruned rows computes a resolved scale (its kind), groups apart.
 
-        Removal rescales a softmax, p/(1 - P), but not a bias added to it, so the two then rank experts differently.
+        That is renorm, or any scale where all are one. Removal rescales a softmax, p/(1 - P), but not a bias added to
+        it, so with one the two rank experts differently.
         """
-        return not (self.simplex and self.biased)
+        return (scale == "renorm" or self.one_scale) and not (self.simplex and self.biased)
 
     def describe(self) -> str:
         """The convention in a few words, for tables."""

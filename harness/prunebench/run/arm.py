@@ -310,6 +310,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         if not mask.pruned_count:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
     if scale is not None:
+        scale.resolve(convention)
         _check_reference(scale, shapes, budget, mask)
     positions = files.positions()
     for one in asked:

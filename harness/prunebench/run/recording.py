@@ -18,7 +18,7 @@ from prunebench.loader import content_root
 from prunebench.plan import Plan
 from prunebench.record import SCHEMA, Item, items_to_table, run_id
 from prunebench.replacement import Constant, Zero
-from prunebench.routing import Convention
+from prunebench.routing import Convention, Scale
 from prunebench.run.arm import PreparedArm, calibrations_json
 from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
 
@@ -97,40 +97,43 @@ def _pruned_share(plan: Plan) -> float:
 def _storage(folder: Path, plan: Plan | None, convention: Convention) -> dict[str, Any]:
     """Bytes of the arm's checkpoint.
 
-    Fills are stored in the dtype of the experts, and rerouting at renorm alone lets the pruned experts' router rows go
-    (2610.41366 §3).
+    Fills are stored in the dtype of the experts; the pruned experts' router rows go where `install.shrink` lets them,
+    which is where nothing needs them (2610.41366 §3).
     """
     headers = read_headers(folder)
     if plan is None:
         return {name: value for name, value in stored_bytes(headers).items() if name in ("total", "parts")}
     expert = next(tensor for name, tensor in headers.items() if part_of(name) == "experts")
     value_bytes = expert.bytes // max(1, int(np.prod(expert.shape)))
-    # As install.shrink does: only a router without groups can lose rows, and only where nothing needs them.
-    keep_rows = not (plan.fills_nothing and plan.scales == ("renorm",) and convention.groups is None)
+    kinds = [Scale.parse(scale).kind for scale in plan.scales]
+    rows_go = plan.fills_nothing and convention.groups is None and all(map(convention.loses_rows, kinds))
     return pruned_bytes(
-        headers, plan.mask, fill_values_bytes=plan.values_stored * value_bytes, keep_router_rows=keep_rows
+        headers, plan.mask, fill_values_bytes=plan.values_stored * value_bytes, keep_router_rows=not rows_go
     )
 
 
-def routing_of(counters: dict[int, dict[str, float]], plan: Plan | None) -> dict[str, dict[str, float]]:
+def routing_of(
+    counters: dict[int, dict[str, float]], plan: Plan | None, convention: Convention
+) -> dict[str, dict[str, float]]:
     """Per layer: how often a slot was asked of a pruned expert, and how far the two scales are apart (2610.41366 §5.3).
 
     `displaced_share` is the share of token-layer calls whose unpruned top-k held an unroutable expert; over those,
     `keep_over_renorm` is the mean ratio of the gates' totals under the two scales and `above_one_share` how often it
-    exceeds 1.
+    exceeds 1. A router for which keep is not defined has no such ratio.
     """
     if plan is None:
         return {}
     result = {}
     for index, counted in counters.items():
         displaced = counted["displaced"]
-        result[str(index)] = {
+        layer = result[str(index)] = {
             "calls": counted["calls"],
             "filled_share": counted["asked"] / counted["slots"] if counted["slots"] else 0.0,
             "displaced_share": displaced / counted["calls"] if counted["calls"] else 0.0,
-            "keep_over_renorm": counted["ratio_sum"] / displaced if displaced else 1.0,
-            "above_one_share": counted["ratio_above_one"] / displaced if displaced else 0.0,
         }
+        if "keep" in convention.scales:
+            layer["keep_over_renorm"] = counted["ratio_sum"] / displaced if displaced else 1.0
+            layer["above_one_share"] = counted["ratio_above_one"] / displaced if displaced else 0.0
     return result
 
 

@@ -117,7 +117,7 @@ class Session:
             mask_source=mask_source,
             items=items,
             checks=checks,
-            routing={"bos": bos_policy(loaded.tokenizer), "layers": routing_of(counters, plan)},
+            routing={"bos": bos_policy(loaded.tokenizer), "layers": routing_of(counters, plan, arm.convention)},
         )
         record["volatile"] = {
             "started": started.isoformat(timespec="seconds"),
