@@ -31,27 +31,29 @@ def router_call(
     *,
     top_k: int,
     hidden: torch.dtype = torch.float32,
+    expert_scale_E: Tensor | None = None,
 ) -> RouterCall:
     """What a router of this convention decides on these logits.
 
     Args:
         convention: the router's convention.
-        logits_TE: raw logits, in the router's dtype.
+        logits_TE: raw logits, in the router's dtype; identity experts' come last.
         bias_E: selection bias, for a biased convention.
         top_k: k.
         hidden: dtype of the model, which some routers return their gates in.
+        expert_scale_E: the number that multiplies each expert's gate, for a convention with such scales.
     """
     scores_TE, choice_TE = scores_and_choice(convention, logits_TE, bias_E)
     index_TK = native_index(convention, choice_TE, top_k)
-    gates_TK = native_gates(convention, logits_TE, scores_TE, index_TK)
+    gates_TK = native_gates(convention, logits_TE, scores_TE, index_TK, expert_scale_E)
     dtype = {"float32": torch.float32, "logits": logits_TE.dtype, "hidden": hidden}[convention.gates_in]
-    return RouterCall(convention, logits_TE, bias_E, index_TK, gates_TK.to(dtype))
+    return RouterCall(convention, logits_TE, bias_E, index_TK, gates_TK.to(dtype), expert_scale_E)
 
 
 def shape_of(call: RouterCall, *, index: int = 0) -> LayerShape:
     """The layer that a router call is from, as masks and budgets see it."""
     groups = call.convention.groups
-    experts, top_k = call.logits_TE.shape[1], call.index_TK.shape[1]
+    experts, top_k = call.logits_TE.shape[1] - call.convention.identities, call.index_TK.shape[1]
     return LayerShape(index, experts, top_k, *((groups.count, groups.kept) if groups else ()))
 
 
@@ -72,7 +74,7 @@ def batch_of(
         x_TD: the experts' input.
         scores_TE: router scores p.
         choice_TE: what the router ranked.
-        index_TK: the expert of each slot.
+        index_TK: the expert of each slot; a slot of an identity expert, or an empty one, is E or more and has no row.
         gates_TK: gates as applied.
         outputs_TKD: un-weighted expert outputs.
         block_T: calibration block of each token; by default all are of block 0.
@@ -85,6 +87,8 @@ def batch_of(
     else:
         expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
         token_S, slot_S = order_S.div(slots, rounding_mode="floor"), order_S % slots
+    rows = int((index_TK < scores_TE.shape[1]).sum())
+    expert_S, token_S, slot_S = expert_S[:rows], token_S[:rows], slot_S[:rows]
     return TokenBatch(
         x_TD=x_TD,
         scores_TE=scores_TE,
@@ -134,11 +138,12 @@ def relabel_batch(batch: TokenBatch, old_of_new: Sequence[int]) -> TokenBatch:
         UsageError: if that does not name every expert once.
     """
     order_E = check_relabelling(old_of_new, batch.counts_E.shape[0])
+    new_of_old = [*order_E.argsort().tolist(), *range(len(order_E), int(batch.index_TK.max()) + 1)]
     return batch_of(
         x_TD=batch.x_TD,
         scores_TE=batch.scores_TE[:, order_E],
         choice_TE=batch.choice_TE[:, order_E],
-        index_TK=order_E.argsort()[batch.index_TK],
+        index_TK=torch.tensor(new_of_old)[batch.index_TK],
         gates_TK=batch.gates_TK,
         outputs_TKD=batch.outputs_TKD,
         block_T=batch.block_T,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, score_pass
-from prunebench.errors import UsageError
+from prunebench.install import slice_layer
 from prunebench.mask import Budget, Mask
 from prunebench.method import Method
 from prunebench.moe import MoEModel, open_model
@@ -85,26 +85,10 @@ def relabel_model(moe: MoEModel, old_of_new: Sequence[int]) -> MoEModel:
     Its logits are those of `moe` up to rounding, unless its router limits groups: those are contiguous ids.
 
     Raises:
-        UsageError: if that does not name every expert once, or the model is as wide as it has experts.
+        UsageError: if that does not name every expert once.
     """
     twin = copy.deepcopy(moe)
     for layer in twin.layers:
         order_E = check_relabelling(old_of_new, layer.expert_count)
-        if layer.width == layer.expert_count:
-            raise UsageError(
-                f"{layer.expert_count} experts and width {layer.width}",
-                where=layer.name,
-                expected="two numbers, so that a tensor's axis of experts can be told",
-            )
-        for parameter in layer.experts.parameters():
-            parameter.data = parameter.data[order_E]
-        # A router's tensors, and those of the block itself: some families keep the selection bias there.
-        for tensor in (*_tensors(layer.router), *_tensors(layer.block, recurse=False)):
-            for axis, size in enumerate(tensor.shape):
-                if size == layer.expert_count:
-                    tensor.data = tensor.data.index_select(axis, order_E)
+        slice_layer(layer, tuple(order_E.tolist()), router=True)
     return open_model(twin.model, probe_tokens=_PROBE_TOKENS)
-
-
-def _tensors(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
-    return [*module.parameters(recurse), *module.buffers(recurse)]

@@ -388,6 +388,7 @@ class _Calls:
     max_tokens: int
     ties: bool
     dtype: torch.dtype
+    observed: bool = False
 
     def __post_init__(self) -> None:
         _check_span(self.where, "tokens", self.min_tokens, self.max_tokens, least=1)
@@ -398,8 +399,18 @@ class _Calls:
 
     def possible(self, convention: Convention) -> bool:
         """Whether some layer within the sizes can have the convention's groups."""
-        groups = convention.groups
-        return groups is None or len(self.sizes.of_group(groups.count, groups.kept)) > 0
+        groups, sizes = convention.groups, self.sizes_for(convention)
+        if sizes is None or (self.observed and convention.gates_on == "input"):
+            return False
+        return groups is None or len(sizes.of_group(groups.count, groups.kept)) > 0
+
+    def sizes_for(self, convention: Convention) -> _Sizes | None:
+        """The sizes, with the only k that sparsemixer knows; None if that is not among them."""
+        if convention.score != "sparsemixer":
+            return self.sizes
+        sizes = self.sizes
+        possible = sizes.min_top_k <= 2 <= sizes.max_top_k and sizes.max_experts > 2
+        return replace(sizes, min_top_k=2, max_top_k=2) if possible else None
 
     def check_possible(self, convention: Convention) -> Convention:
         """The convention, if it is possible."""
@@ -423,21 +434,24 @@ class _Calls:
     def draw(self, draw: st.DrawFn, more: st.SearchStrategy[Any]) -> tuple[RouterCall, list[Any]]:
         """A call and, per token, what `more` draws: a token is one draw, so that shrinking drops it whole."""
         convention = self.draw_convention(draw)
-        groups = convention.groups
-        shape = _draw_shape(draw, self.sizes, 0, *((groups.count, groups.kept) if groups else (1, 1)))
+        groups, sizes = convention.groups, self.sizes_for(convention)
+        assert sizes is not None
+        shape = _draw_shape(draw, sizes, 0, *((groups.count, groups.kept) if groups else (1, 1)))
+        choices = shape.experts + convention.identities
         modulus, steps = draw(st.sampled_from(_LOGITS if self.ties else _DISTINCT_LOGITS))
         dtype = self.dtype if convention.gates_in == "logits" else torch.float32
         # Rows are as long as the widest layer's, and cut: so E shrinks without moving the draws after it.
-        rows = _numbers(self.sizes.max_experts)
-        bias = _signed(draw(rows)[: shape.experts], 2**16)
+        rows = _numbers(self.sizes.max_experts + convention.identities)
+        bias, scale = (_signed(draw(rows)[:choices], 2**16) for _ in range(2))
         bias_E = bias if convention.biased else None
+        expert_scale_E = 1 + scale if convention.expert_scales else None
 
         def logits_of(row: Ints) -> Tensor:
-            return _signed(row[: shape.experts] % modulus, steps).to(dtype)
+            return _signed(row[:choices] % modulus, steps).to(dtype)
 
         def distinct(row: Ints) -> bool:
             choice_TE = scores_and_choice(convention, logits_of(row)[None], bias_E)[1]
-            return len(choice_TE.unique()) == shape.experts
+            return len(choice_TE.unique()) == choices
 
         tokens = draw(
             st.lists(
@@ -447,7 +461,9 @@ class _Calls:
             )
         )
         logits_TE = torch.stack([logits_of(row) for row, _ in tokens])
-        call = router_call(convention, logits_TE, bias_E, top_k=shape.top_k, hidden=self.dtype)
+        call = router_call(
+            convention, logits_TE, bias_E, top_k=shape.top_k, hidden=self.dtype, expert_scale_E=expert_scale_E
+        )
         return call, [extra for _, extra in tokens]
 
 
@@ -505,12 +521,14 @@ def _token_batches(draw: st.DrawFn, calls: _Calls, *, width: int, unrouted: bool
         blocked_E[list(draw(masks(shapes=[shape_of(call)])).pruned_of(0))] = True
         index_TK, gates_TK = reroute(call, blocked_E, Scale(call.convention.trained_scale))
     x_TD = torch.stack([_signed(x, 2**13) for x, _ in tokens])
-    outputs_TKD = slope_E[index_TK][..., None] * x_TD[:, None] + (shift_E + offset)[index_TK][..., None]
+    experts = shape_of(call).experts
+    expert_TK = index_TK.clamp(max=experts - 1)  # slots without a row have no output
+    outputs_TKD = slope_E[expert_TK][..., None] * x_TD[:, None] + (shift_E + offset)[expert_TK][..., None]
     scores_TE, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
     return batch_of(
         x_TD=x_TD.to(calls.dtype),
-        scores_TE=scores_TE,
-        choice_TE=choice_TE,
+        scores_TE=scores_TE[:, :experts].float(),
+        choice_TE=choice_TE[:, :experts],
         index_TK=index_TK,
         gates_TK=gates_TK,
         outputs_TKD=outputs_TKD.to(calls.dtype),
@@ -540,7 +558,8 @@ def token_batches(
     Few tokens leave experts without a row. Shrinks to one token, all of whose numbers are 0.
 
     Args:
-        conventions: a convention or a strategy of them; by default all of `conventions()` that the sizes allow.
+        conventions: a convention or a strategy of them; by default all of `conventions()` that the sizes allow, and
+            whose statistics can be taken (gates on the output).
         min_experts: least E.
         max_experts: greatest E.
         min_top_k: least k.
@@ -556,9 +575,8 @@ def token_batches(
     if type(width) is not int or width < 1:
         raise UsageError(f"width {width!r}", where=where, expected="at least 1")
     sizes = _Sizes(where, min_experts, max_experts, min_top_k, max_top_k)
-    return _token_batches(
-        _Calls(where, conventions, sizes, min_tokens, max_tokens, ties, dtype), width=width, unrouted=unrouted
-    )
+    calls = _Calls(where, conventions, sizes, min_tokens, max_tokens, ties, dtype, observed=True)
+    return _token_batches(calls, width=width, unrouted=unrouted)
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -566,25 +584,31 @@ def token_batches(
 
 @cache
 def _cells(
-    families: tuple[str, ...] | None, experts: tuple[int, ...], top_k: tuple[int, ...]
-) -> list[tuple[str, int, int]]:
-    """(family, E, k) of the models that can be made and can lose an expert, simplest first."""
+    families: tuple[str, ...] | None, experts: tuple[int, ...], top_k: tuple[int, ...], *, observed: bool
+) -> dict[str, list[tuple[int, int]]]:
+    """(E, k) of the models of each family that can be made and can lose an expert, simplest first."""
     where = "strategies.models"
-    found: list[tuple[str, int, int]] = []
+    found: dict[str, list[tuple[int, int]]] = {}
     for family in families or FAMILIES:
-        own = _layer_of(family).shape
+        layer = _layer_of(family)
+        if observed and families is None and layer.convention.gates_on == "input":
+            continue
+        own, known = layer.shape, FAMILIES[family].top_k
+        least = 2 if layer.layout.takes == "two slots" else 1
+        slots = [k for k in sorted(top_k) if k >= least and known in {None, k}]
         possible = [
-            (family, shape.experts, shape.top_k)
-            for shape in (replace(own, experts=e, top_k=k) for e in sorted(experts) for k in sorted(top_k))
+            (shape.experts, shape.top_k)
+            for shape in (replace(own, experts=e, top_k=k) for e in sorted(experts) for k in slots)
             if shape.experts % shape.groups == 0 and _room(shape) > 0
         ]
-        if not possible and families is not None:
+        if possible:
+            found[family] = possible
+        elif families is not None:
             raise UsageError(
                 f"{family} with {own.groups} groups has none of the sizes",
                 where=where,
                 expected=f"experts {experts} and top_k {top_k} that leave an expert to prune",
             )
-        found += possible
     if not found:
         raise UsageError(f"experts {experts} with top_k {top_k}", where=where, expected="an expert that can be pruned")
     return found
@@ -599,8 +623,12 @@ def _models(
     top_k: tuple[int, ...],
     implementations: tuple[str, ...],
     seeds: int,
+    observed: bool,
 ) -> MoEModel:
-    family, count, k = draw(st.sampled_from(_cells(families, experts, top_k)))
+    # The family first: those with router groups have fewer sizes, and are no rarer for it.
+    cells = _cells(families, experts, top_k, observed=observed)
+    family = draw(st.sampled_from(list(cells)))
+    count, k = draw(st.sampled_from(cells[family]))
     # builds() makes a failing test show the call that opens the same model, not the model.
     opened = st.builds(
         opened_model,
@@ -620,6 +648,7 @@ def models(
     top_k: Sequence[int] = (1, 2, 4),
     implementations: Sequence[str] = ("eager", "grouped_mm"),
     seeds: int = 4,
+    observed: bool = True,
 ) -> st.SearchStrategy[MoEModel]:
     """Opened random models (`opened_model`): family, E, k, kernel and weights vary.
 
@@ -632,6 +661,8 @@ def models(
         top_k: possible k; only sizes that leave an expert to prune are drawn.
         implementations: experts implementations, simplest first.
         seeds: how many weights of one size there are.
+        observed: leave out families of which no statistics can be taken, unless named: those whose gates multiply the
+            experts' input.
     """
     where = "strategies.models"
     chosen = None if families is None else _checked_families(families, where)
@@ -648,6 +679,7 @@ def models(
         top_k=tuple(top_k),
         implementations=tuple(implementations),
         seeds=seeds,
+        observed=observed,
     )
 
 
