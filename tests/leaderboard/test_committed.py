@@ -1,0 +1,47 @@
+"""The committed records are whole, are those of the tiny track, and are what docs/results.md says."""
+
+from __future__ import annotations
+
+import pytest
+from leaderboard.findings.page import write_results
+
+from prunebench.board import write_board
+from prunebench.loader import content_root, resolve_track
+from prunebench.record import runs_under
+from prunebench.run import read_track
+from prunebench.run.arm import prepare
+from prunebench.run.session import finished
+
+ROOT = content_root()
+RECORDS = ROOT / "leaderboard" / "records" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def track():
+    return read_track(resolve_track("tiny"))
+
+
+def test_every_arm_of_the_track_has_its_run_and_no_other_run_is_there(track):
+    folders = {str(path.relative_to(RECORDS)) for path in runs_under(RECORDS).runs}
+    assert folders == {arm.folder for arm in track.arms}
+
+
+def test_the_runs_are_those_that_the_track_asks_for_today(track):
+    """A method, suite, model or calibration text that was changed asks for another run."""
+    stale = [arm.folder for arm in track.arms if finished(prepare(arm), RECORDS) is None]
+    assert stale == []
+
+
+def test_the_records_leave_room_in_the_repository():
+    assert sum(file.stat().st_size for file in RECORDS.rglob("*") if file.is_file()) < 20_000_000
+
+
+def test_the_page_is_what_the_records_give(tmp_path):
+    write_results(RECORDS, tmp_path / "results.md")
+    assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_board_agrees_with_every_record(track, tmp_path):
+    result = write_board(RECORDS, tmp_path)
+    assert (result.rows, result.left_out) == (len(track.arms), ())
