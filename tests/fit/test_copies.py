@@ -13,6 +13,7 @@ from prunebench.fit import (
     copy_residuals,
     copy_size,
     low_rank_factors,
+    neuron_energy,
     plain_svd,
     top_neurons,
     whitened_factors,
@@ -137,6 +138,13 @@ def test_top_neurons_are_those_of_the_highest_energy_as_they_were(weights, x_SD)
     assert torch.equal(copy.gate_HD, weights.gate_FD[kept])
     assert torch.equal(copy.up_HD, weights.up_FD[kept])
     assert torch.equal(copy.down_DH, weights.down_DF[:, kept])
+
+
+def test_a_neurons_energy_is_its_share_of_the_squared_output(weights, x_SD):
+    hidden_SF = weights.hidden(x_SD).double()
+    answers_SDF = hidden_SF[:, None, :] * weights.down_DF.double()
+    wanted_F = answers_SDF.square().sum(1).mean(0)
+    torch.testing.assert_close(neuron_energy(weights, hidden_SF.square().mean(0)), wanted_F)
 
 
 def test_of_equal_neurons_the_lowest_is_kept():

@@ -246,7 +246,7 @@ def cast(experts, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gamma_zero_changes_nothing_bit_for_bit(experts, dtype):
     weights = cast(experts, dtype)
-    weights[2]["down_proj"][0, 0] = -0.0
+    weights[2]["down_proj"][:8] = -0.0  # adding 0·θ to it may flip the sign bit
     fisher = dict.fromkeys(weights, 1.0)
     before = bits({e: {n: w.clone() for n, w in named.items()} for e, named in weights.items()})
     after = bits(compensated(weights, (0, 1), fisher, gamma=0.0))
@@ -286,6 +286,8 @@ def test_all_that_is_absorbed_is_gamma_times_what_was_removed(experts):
 def test_without_fisher_nothing_changes_and_nothing_is_nan(experts):
     after = compensated(experts, (0,), dict.fromkeys(experts, 0.0))
     assert all(torch.equal(after[e][name], experts[e][name]) for e in after for name in after[e])
+    one = compensated(experts, (0,), {**dict.fromkeys(experts, 0.0), 3: 1e-9})
+    assert [e for e in one if not torch.equal(one[e]["down_proj"], experts[e]["down_proj"])] == [3]
 
 
 def test_with_nothing_pruned_nothing_changes(experts):

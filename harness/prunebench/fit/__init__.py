@@ -11,6 +11,7 @@ from prunebench.fit.copies import (
     copy_residuals,
     copy_size,
     low_rank_factors,
+    neuron_energy,
     plain_svd,
     top_neurons,
     whitened_factors,
@@ -30,7 +31,7 @@ from prunebench.fit.remap import (
 )
 from prunebench.fit.result import Fitted
 from prunebench.fit.share import fit_share, weighted_fit_share
-from prunebench.fit.statistics import ExpertMoments, InputOutputMoments
+from prunebench.fit.statistics import ExpertMoments, InputOutputMoments, RoutedSamples, RoutedStates
 from prunebench.fit.tilt import LinearMap, constant_error, fit_tilt, held_out_share, reduced_rank, squared_error
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "Proxy",
     "Remap",
     "RemapSummary",
+    "RoutedSamples",
+    "RoutedStates",
     "Spread",
     "absorbed_shares",
     "affine_maps",
@@ -64,6 +67,7 @@ __all__ = [
     "low_rank_factors",
     "model_size",
     "nearest_survivors",
+    "neuron_energy",
     "parameter_distances",
     "plain_svd",
     "pooled",
