@@ -163,3 +163,12 @@ def test_a_tiny_model_is_measured_from_its_tensors(family):
     assert size.total == sum({id(p): p.numel() for p in model.parameters()}.values())
     assert size.pruned(Budget.of_ratio("0.3")) == 4 * size.layers
     assert [stored_per_expert(size, "tilt", rank=r) for r in (4, 8)] == [2 * r * 32 + 32 + 2 * r for r in (4, 8)]
+
+
+def test_layers_that_are_not_alike_have_no_one_count():
+    model = random_model()
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj[:, :, :8], requires_grad=False)
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[:, :16], requires_grad=False)
+    with pytest.raises(UsageError, match="MoE layers of different shapes"):
+        model_size(model)
