@@ -30,6 +30,35 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Generation as Generation
     from prunebench.evaluate import PassageScore as PassageScore
     from prunebench.evaluate import Score as Score
+    from prunebench.fit import ExpertMoments as ExpertMoments
+    from prunebench.fit import Fitted as Fitted
+    from prunebench.fit import Gram as Gram
+    from prunebench.fit import InputOutputMoments as InputOutputMoments
+    from prunebench.fit import JointMoments as JointMoments
+    from prunebench.fit import PairMoments as PairMoments
+    from prunebench.fit import Proxy as Proxy
+    from prunebench.fit import Remap as Remap
+    from prunebench.fit import RoutedSamples as RoutedSamples
+    from prunebench.fit import RoutedStates as RoutedStates
+    from prunebench.fit import Spread as Spread
+    from prunebench.fit import best_proxy as best_proxy
+    from prunebench.fit import compensated as compensated
+    from prunebench.fit import copy_residuals as copy_residuals
+    from prunebench.fit import copy_size as copy_size
+    from prunebench.fit import fit_share as fit_share
+    from prunebench.fit import fit_tilt as fit_tilt
+    from prunebench.fit import functional_remap as functional_remap
+    from prunebench.fit import held_out_share as held_out_share
+    from prunebench.fit import nearest_survivors as nearest_survivors
+    from prunebench.fit import parameter_distances as parameter_distances
+    from prunebench.fit import plain_svd as plain_svd
+    from prunebench.fit import pooled as pooled
+    from prunebench.fit import reduced_rank as reduced_rank
+    from prunebench.fit import slot_cost as slot_cost
+    from prunebench.fit import squared_error as squared_error
+    from prunebench.fit import top_neurons as top_neurons
+    from prunebench.fit import whitened_svd as whitened_svd
+    from prunebench.fit import with_residual_bias as with_residual_bias
     from prunebench.loader import load_method as load_method
     from prunebench.loader import load_suite as load_suite
     from prunebench.mask import Budget as Budget
@@ -43,6 +72,10 @@ if TYPE_CHECKING:
     from prunebench.record import Item as Item
     from prunebench.replacement import Constant as Constant
     from prunebench.replacement import Fill as Fill
+    from prunebench.replacement import GatedWeights as GatedWeights
+    from prunebench.replacement import LowRankExpert as LowRankExpert
+    from prunebench.replacement import SmallExpert as SmallExpert
+    from prunebench.replacement import Tilt as Tilt
     from prunebench.replacement import Zero as Zero
     from prunebench.routing import Scale as Scale
     from prunebench.run import run as run
@@ -57,35 +90,68 @@ _MODULE_OF = {
     "Constant": "replacement",
     "Count": "calibration",
     "Evaluation": "evaluate",
+    "ExpertMoments": "fit",
     "Fill": "replacement",
+    "Fitted": "fit",
     "GateNormSum": "calibration",
     "GateSquaredNormSquaredSum": "calibration",
     "GateSum": "calibration",
+    "GatedWeights": "replacement",
     "Generation": "evaluate",
+    "Gram": "fit",
+    "InputOutputMoments": "fit",
     "IntegrityError": "errors",
     "Item": "record",
+    "JointMoments": "fit",
     "LayerView": "method",
+    "LowRankExpert": "replacement",
     "Mask": "mask",
     "Method": "method",
     "Moments": "calibration",
     "NormSum": "calibration",
     "OutputMoments": "calibration",
+    "PairMoments": "fit",
     "PassageScore": "evaluate",
     "PrerequisiteError": "errors",
+    "Proxy": "fit",
     "PruneBenchError": "errors",
+    "Remap": "fit",
     "Replacements": "method",
+    "RoutedSamples": "fit",
+    "RoutedStates": "fit",
     "Routing": "method",
     "Scale": "routing",
     "Score": "evaluate",
+    "SmallExpert": "replacement",
+    "Spread": "fit",
     "Statistic": "calibration",
     "Suite": "suite",
+    "Tilt": "replacement",
     "TokenBatch": "moe",
     "UsageError": "errors",
     "Zero": "replacement",
+    "best_proxy": "fit",
+    "compensated": "fit",
+    "copy_residuals": "fit",
+    "copy_size": "fit",
+    "fit_share": "fit",
+    "fit_tilt": "fit",
+    "functional_remap": "fit",
+    "held_out_share": "fit",
     "load_method": "loader",
     "load_suite": "loader",
+    "nearest_survivors": "fit",
+    "parameter_distances": "fit",
+    "plain_svd": "fit",
+    "pooled": "fit",
     "prune_lowest": "method",
+    "reduced_rank": "fit",
     "run": "run",
+    "slot_cost": "fit",
+    "squared_error": "fit",
+    "top_neurons": "fit",
+    "whitened_svd": "fit",
+    "with_residual_bias": "fit",
 }
 
 __all__ = sorted([*_MODULE_OF, "__version__"])  # noqa: PLE0605 - the mapping above is the one list

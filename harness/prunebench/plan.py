@@ -259,7 +259,7 @@ def _describe(fill: Fill, operator: Method, where: str) -> FillPlan:
             where=where,
             expected="constructor arguments; tensors belong into the state",
         ) from error
-    if kind.__module__ == replacement.__name__:
+    if f"{kind.__module__}.".startswith(f"{replacement.__name__}."):
         return FillPlan(kind.__name__, config)
     if kind.__module__ != type(operator).__module__:
         raise UsageError(

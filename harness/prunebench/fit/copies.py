@@ -1,0 +1,169 @@
+"""Smaller copies of a pruned expert at a given budget (2610.41366 App. C.1).
+
+A copy is made from the expert's matrices and from second moments of its routed tokens; then its residual on those
+tokens is measured, and the mean becomes the bias. So a pass that fits copies meets the tokens twice.
+
+D width, F neurons, K rank, S rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from prunebench.errors import UsageError
+from prunebench.fit.moments import Spread
+from prunebench.fit.result import Fitted
+from prunebench.replacement import Constant, GatedCopy, GatedWeights, LowRankExpert, SmallExpert
+
+__all__ = [
+    "CopyKind",
+    "copy_residuals",
+    "copy_size",
+    "low_rank_factors",
+    "neuron_energy",
+    "plain_svd",
+    "top_neurons",
+    "whitened_factors",
+    "whitened_svd",
+    "with_residual_bias",
+]
+
+CopyKind = Literal["neurons", "svd", "svd-whitened"]
+
+
+def copy_size(kind: CopyKind, *, width: int, neurons: int, tilt_rank: int, times: int = 1) -> int:
+    """The largest rank, or number of neurons, whose factors fit under `times` the tilt's 2rD values (App. C.1).
+
+    Never more than the expert itself has: its F neurons, or the full rank min(D, F) of its matrices (ours; matters on
+    tiny experts only).
+
+    Args:
+        kind: which copy.
+        width: D.
+        neurons: F.
+        tilt_rank: r of the tilt whose maps are the budget.
+        times: 1 or, as in the paper's larger copies, 4.
+
+    Raises:
+        UsageError: not even one fits, or an unknown kind.
+    """
+    if kind not in ("neurons", "svd", "svd-whitened"):
+        raise UsageError(f"unknown copy {kind!r}", expected="neurons, svd or svd-whitened")
+    budget = times * 2 * tilt_rank * width
+    each, most = (3 * width, neurons) if kind == "neurons" else (3 * (width + neurons), min(width, neurons))
+    size = min(budget // each, most)
+    if size < 1:
+        raise UsageError(
+            f"a {kind} copy of rank 0",
+            where=f"a budget of {budget} values",
+            expected=f"at least {each}",
+            fix="raise the tilt's rank that sets the budget, or use the operator constant",
+        )
+    return size
+
+
+def low_rank_factors(weight_OI: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The rank-k truncated SVD as (U_k Σ_k, V_kᵀ): [O, K] and [K, I], float64."""
+    left_OM, singular_M, right_MI = torch.linalg.svd(weight_OI.double(), full_matrices=False)
+    return left_OM[:, :rank] * singular_M[:rank], right_MI[:rank]
+
+
+def whitened_factors(
+    weight_OI: Tensor, moment_II: Tensor, rank: int, *, damping: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """The factors of rank k with the least E‖(W − W′)x‖²: SVD of WS with S Sᵀ = E[x xᵀ], then (U_k Σ_k, V_kᵀ S⁻¹).
+
+    S is the symmetric root (the paper does not say which; the product is the same for every S). Where inputs never
+    went, S has no inverse and the copy is free: `damping` times the mean diagonal is added to all of E[x xᵀ], so that
+    the copy is nearest to W there (ours); at 0 those directions get weight 0.
+
+    Args:
+        weight_OI: W.
+        moment_II: E[x xᵀ] of W's inputs over the expert's routed tokens, not centred.
+        rank: k.
+        damping: relative to the mean diagonal.
+    """
+    moment_II = moment_II.double()
+    size = moment_II.shape[0]
+    values_I, vectors_II = torch.linalg.eigh(moment_II)
+    values_I = values_I.clamp(min=0.0) + damping * float(moment_II.diagonal().mean())
+    root_I = values_I.sqrt()
+    usable_I = values_I > values_I.max() * size * torch.finfo(torch.float64).eps
+    inverse_I = torch.where(usable_I, 1.0 / root_I.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    # S = E·diag(root)·Eᵀ; the trailing rotation Eᵀ would leave singular values and product as they are.
+    left_OM, singular_M, right_MI = torch.linalg.svd((weight_OI.double() @ vectors_II) * root_I, full_matrices=False)
+    return left_OM[:, :rank] * singular_M[:rank], (right_MI[:rank] * inverse_I) @ vectors_II.T
+
+
+def plain_svd(weights: GatedWeights, rank: int) -> LowRankExpert:
+    """Rank-k truncated SVD of gate, up and down; bias still zero."""
+    _check_size(rank, min(weights.width, weights.neurons), "rank")
+    factors = {name: low_rank_factors(weight_OI, rank) for name, weight_OI in weights.matrices().items()}
+    return LowRankExpert.of(factors, weights.activation)
+
+
+def whitened_svd(
+    weights: GatedWeights, rank: int, *, input_DD: Tensor, hidden_FF: Tensor, damping: float = 1e-6
+) -> LowRankExpert:
+    """Truncation-aware, activation-whitened SVD of gate, up and down; bias still zero.
+
+    Args:
+        weights: the expert.
+        rank: k.
+        input_DD: E[x xᵀ] of the expert's routed inputs, for gate and up.
+        hidden_FF: E[h hᵀ] of the ORIGINAL intermediate activation, for down.
+        damping: as for `whitened_factors`.
+    """
+    _check_size(rank, min(weights.width, weights.neurons), "rank")
+    moments = {"gate": input_DD, "up": input_DD, "down": hidden_FF}
+    factors = {
+        name: whitened_factors(weight_OI, moments[name], rank, damping=damping)
+        for name, weight_OI in weights.matrices().items()
+    }
+    return LowRankExpert.of(factors, weights.activation)
+
+
+def neuron_energy(weights: GatedWeights, hidden_square_F: Tensor) -> Tensor:
+    """E[h_j²]·‖W_down[:, j]‖² of every neuron ([F], float64)."""
+    return hidden_square_F.double() * weights.down_DF.double().square().sum(0)
+
+
+def top_neurons(weights: GatedWeights, count: int, hidden_square_F: Tensor) -> SmallExpert:
+    """The neurons of the highest energy, kept exactly and in their order; of equal ones the lowest (ours).
+
+    Args:
+        weights: the expert.
+        count: k, neurons to keep.
+        hidden_square_F: E[h_j²] over the expert's routed tokens.
+    """
+    _check_size(count, weights.neurons, "neurons")
+    order_F = torch.argsort(neuron_energy(weights, hidden_square_F), descending=True, stable=True)
+    kept_H = order_F[:count].sort().values
+    return SmallExpert.of(
+        GatedWeights(weights.gate_FD[kept_H], weights.up_FD[kept_H], weights.down_DF[:, kept_H], weights.activation)
+    )
+
+
+def _check_size(size: int, most: int, what: str) -> None:
+    if not 1 <= size <= most:
+        raise UsageError(f"a copy of {what} {size}", expected=f"1 to {most}")
+
+
+def copy_residuals(copy: GatedCopy, x_SD: Tensor, y_SD: Tensor) -> Spread:
+    """E(x) − E′(x) on routed rows, the bias apart; streams add up.
+
+    Their mean is the bias, `squares` is then the copy's squared error on these rows, and `about(bias)` on others is the
+    held-out one.
+    """
+    return Spread.of(y_SD.double() - copy.copied(x_SD.to(copy.bias_D.dtype)).double())
+
+
+def with_residual_bias(copy: GatedCopy, residual: Spread) -> Fitted:
+    """The copy with b = E[E(x) − E′(x)]; of no routed tokens the constant zero (ours), as μ is then."""
+    if not residual.count:
+        return Fitted(Constant.of(torch.zeros_like(copy.bias_D)), 0, "no routed tokens")
+    copy.bias_D = residual.mean_D.to(copy.bias_D)
+    return Fitted(copy, residual.count)
