@@ -1,4 +1,4 @@
-"""The command line: `prunebench list | run | grid | compare | board | check-env`.
+"""The command line: `prunebench list | inspect | run | grid | compare | board | check-env`.
 
 Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
 codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     verb("list", "what is shipped: models, methods, operators, suites, tracks")
+    inspect = verb("inspect", "a model's MoE layers: what its routers compute, what can be pruned, and a self-check")
+    inspect.add_argument("model", metavar="MODEL", help="zoo name, folder with config.json, or hub id")
+    inspect.add_argument("--config-only", action="store_true", help="read no weights, and make no self-check")
+    inspect.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
+    inspect.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default %(default)s)")
     _add_run(verb("run", "run one arm: calibrate, prune, prove, evaluate, record"))
     _add_grid(verb("grid", "run all arms of a track; resumes where it was stopped"))
 
@@ -126,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ended.code or 0)
     verbs = {
         "list": _list,
+        "inspect": _inspect,
         "run": _run,
         "grid": _grid,
         "compare": _compare,
@@ -210,6 +216,19 @@ def _list(_options: argparse.Namespace) -> Result:
         "tracks": available("tracks"),
     }
     return 0, data, "\n".join(f"{kind:10} {', '.join(names)}" for kind, names in data.items())
+
+
+def _inspect(options: argparse.Namespace) -> Result:
+    from prunebench.loader import resolve_model
+    from prunebench.moe import inspect_model, quiet_libraries
+    from prunebench.run.sources import ModelFiles
+
+    quiet_libraries()
+    folder = ModelFiles.of(resolve_model(options.model)).folder
+    report = inspect_model(
+        options.model, folder, weights=not options.config_only, device=options.device, dtype=options.dtype
+    )
+    return 1 if report.self_check == "fail" else 0, report.to_json(), report.to_text()
 
 
 def _run(options: argparse.Namespace) -> Result:

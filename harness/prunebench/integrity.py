@@ -82,14 +82,15 @@ def check_empty_mask(moe: MoEModel, ids_BL: Tensor) -> Check:
     """1. An empty mask with the rewriting forced on: logits equal the untouched model's bit for bit, at every scale."""
     plain = _logits(moe, ids_BL)
     faults = []
-    for scale in SCALES:
+    scales = [scale for scale in SCALES if Scale.parse(scale).kind in moe.convention.scales]
+    for scale in scales:
         programs = {layer.index: LayerProgram((), scale=Scale.parse(scale)) for layer in moe.layers}
         with Instrument(moe, programs, force=True):
             forced = _logits(moe, ids_BL)
         if not torch.equal(plain, forced):
             worst = float((plain.float() - forced.float()).abs().max())
             faults.append(f"scale {scale}: logits differ by up to {worst:.3g}")
-    detail = f"{ids_BL.numel()} tokens, scales {', '.join(SCALES)}, {moe.experts_implementation}, {plain.dtype}"
+    detail = f"{ids_BL.numel()} tokens, scales {', '.join(scales)}, {moe.experts_implementation}, {plain.dtype}"
     return _verdict("empty mask is bit-exact", faults, detail.replace("torch.", ""))
 
 
@@ -117,21 +118,26 @@ def check_stored_values(plan: Plan) -> Check:
     return _verdict("stored values as declared", faults, f"{plan.values_stored} values in {len(plan.declared)} fills")
 
 
-def _capture(moe: MoEModel, ids_BL: Tensor) -> tuple[dict[int, tuple[Any, ...]], dict[int, RouterCall]]:
-    """Each MoE block's inputs and each router's call on a probe batch, unpruned."""
-    inputs: dict[int, tuple[Any, ...]] = {}
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _capture(moe: MoEModel, ids_BL: Tensor) -> tuple[dict[int, Inputs], dict[int, RouterCall]]:
+    """Each MoE block's arguments and each router's call on a probe batch, unpruned."""
+    inputs: dict[int, Inputs] = {}
     calls: dict[int, RouterCall] = {}
     handles = []
     for layer in moe.layers:
 
-        def keep_input(_block: nn.Module, args: tuple[Any, ...], index: int = layer.index) -> None:
-            inputs[index] = args
+        def keep_input(
+            _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = layer.index
+        ) -> None:
+            inputs[index] = args, kwargs
 
-        def keep_call(_router: nn.Module, _args: Any, output: Any, layer: MoELayer = layer) -> None:
-            calls[layer.index] = layer.call_of(output)
+        def keep_call(call: RouterCall, _hidden: torch.dtype, index: int = layer.index) -> None:
+            calls[index] = call
 
-        handles.append(layer.block.register_forward_pre_hook(keep_input))
-        handles.append(layer.router.register_forward_hook(keep_call))
+        handles.append(layer.block.register_forward_pre_hook(keep_input, with_kwargs=True))
+        handles += layer.watch_router(keep_call)
     try:
         _logits(moe, ids_BL)
     finally:
@@ -144,30 +150,31 @@ def _rounding_of_ratios(call: RouterCall, index_TK: Tensor) -> Tensor:
     """How far apart the ratios of one token's slots may be by rounding alone ([T]).
 
     Each gate was rounded once to its dtype: two roundings on either side of a ratio. The router's own gates also carry
-    the error of its float32 scores: a few units in the last place, and for a softmax half a unit of the difference to
-    the largest logit, which goes into an exponential.
+    the error of its scores in their dtype: a few units in the last place, and for a softmax half a unit of the
+    difference to the largest logit, which goes into an exponential.
     """
     logits_TE = call.logits_TE.double()
     depth_T = logits_TE.amax(-1) - logits_TE.gather(1, index_TK).amin(-1)
-    return 4 * torch.finfo(call.gates_TK.dtype).eps + (4 + depth_T) * torch.finfo(torch.float32).eps
+    scores_in = call.logits_TE.dtype if call.convention.scores_in == "logits" else torch.float32
+    return 4 * torch.finfo(call.gates_TK.dtype).eps + (4 + depth_T) * torch.finfo(scores_in).eps
 
 
-def check_one_ratio(
-    calls: Mapping[int, RouterCall], programs: Mapping[int, LayerProgram], expert_counts: Mapping[int, int]
-) -> Check:
+def check_one_ratio(calls: Mapping[int, RouterCall], programs: Mapping[int, LayerProgram]) -> Check:
     """4. keep and renorm pick the same experts; survivors of D keep their gate under keep; one ratio per token."""
     faults, seen, worst = [], 0, 0.0
     for index, call in calls.items():
         program = programs.get(index)
-        if program is None or not program.blocked:
+        if program is None or not program.blocked or "keep" not in call.convention.scales:
             continue
-        blocked_E = torch.zeros(expert_counts[index], dtype=torch.bool, device=call.logits_TE.device)
+        blocked_E = torch.zeros(call.logits_TE.shape[-1], dtype=torch.bool, device=call.logits_TE.device)
         blocked_E[list(program.blocked)] = True
-        keep_TK, keep_gates_TK = reroute(call, blocked_E, Scale("keep"))
-        renorm_TK, renorm_gates_TK = reroute(call, blocked_E, Scale("renorm"))
-        survivor_TK = ~blocked_E[call.index_TK]
+        keep_TK, keep_gates_TK = reroute(call, blocked_E, Scale("keep"), program.policy)
+        renorm_TK, renorm_gates_TK = reroute(call, blocked_E, Scale("renorm"), program.policy)
+        survivor_TK = keep_TK == call.index_TK
         if not torch.equal(keep_TK, renorm_TK):
             faults.append(f"layer {index}: the two scales pick different experts")
+        if bool((~blocked_E[call.index_TK] & ~survivor_TK).any()) and program.policy == "frozen":
+            faults.append(f"layer {index}: a survivor lost its slot")
         if not torch.equal(keep_gates_TK[survivor_TK], call.gates_TK[survivor_TK]):
             faults.append(f"layer {index}: a survivor's gate changed under keep")
         if not (torch.isfinite(keep_gates_TK).all() and torch.isfinite(renorm_gates_TK).all()):
@@ -191,7 +198,7 @@ def check_one_ratio(
 def check_removed_equals_masked(
     moe: MoEModel,
     programs: Mapping[int, LayerProgram],
-    inputs: Mapping[int, tuple[Any, ...]],
+    inputs: Mapping[int, Inputs],
     calls: Mapping[int, RouterCall],
 ) -> Check:
     """6. Per layer, the block with the pruned experts sliced out computes what the masked one does.
@@ -205,14 +212,14 @@ def check_removed_equals_masked(
         program = programs.get(layer.index)
         if program is None or not program.pruned:
             continue
-        probe = tuple(value.double() if isinstance(value, Tensor) else value for value in inputs[layer.index])
+        args, kwargs = _in_float64(inputs[layer.index])
         masked_layer, removed_layer = _exact_copy(layer), _exact_copy(layer)
         with Instrument(MoEModel(masked_layer.block, (masked_layer,)), {layer.index: program}):
-            masked_TD = _first(masked_layer.block(*probe)).reshape(-1, layer.width)
+            masked_TD = _first(masked_layer.block(*args, **kwargs)).flatten(0, -2)
         rest = shrink(removed_layer, program)
         left = {layer.index: rest} if rest is not None else {}
         with Instrument(MoEModel(removed_layer.block, (removed_layer,)), left):
-            removed_TD = _first(removed_layer.block(*probe)).reshape(-1, layer.width)
+            removed_TD = _first(removed_layer.block(*args, **kwargs)).flatten(0, -2)
         difference_T = (masked_TD - removed_TD).abs().amax(-1) / max(1.0, float(masked_TD.abs().max()))
         if rest is None:
             tie_T = _near_ties(calls[layer.index], program.blocked)
@@ -249,6 +256,19 @@ def _exact_copy(layer: MoELayer) -> MoELayer:
     return dataclasses.replace(layer, block=block, router=block.get_submodule(names[id(layer.router)]), experts=experts)
 
 
+def _in_float64(value: Any) -> Any:
+    """A copy of nested arguments with every floating tensor in float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if type(value) in {tuple, list}:
+        return type(value)(_in_float64(item) for item in value)
+    if isinstance(value, dict):
+        twin = copy.copy(value)  # of its own class
+        twin.update({key: _in_float64(item) for key, item in value.items()})
+        return twin
+    return value
+
+
 def _first(output: Any) -> Tensor:
     result = output[0] if isinstance(output, tuple) else output
     assert isinstance(result, Tensor)
@@ -267,9 +287,8 @@ def check_before_evaluation(moe: MoEModel, plan: Plan, ids_BL: Tensor) -> list[C
     probe_BL = ids_BL[:8, :PROBE_LENGTH]
     programs = programs_of(plan)
     inputs, calls = _capture(moe, probe_BL)
-    counts = {layer.index: layer.expert_count for layer in moe.layers}
     return [
-        check_one_ratio(calls, programs, counts),
+        check_one_ratio(calls, programs),
         check_slots_answered(plan, moe),
         check_removed_equals_masked(moe, programs, inputs, calls),
         check_stored_values(plan),

@@ -15,13 +15,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prunebench.errors import UsageError
 
-__all__ = ["Budget", "LayerMask", "LayerShape", "Mask", "canonical_json", "model_shape_text", "write_atomically"]
+__all__ = [
+    "Budget",
+    "GroupPolicy",
+    "LayerMask",
+    "LayerShape",
+    "Mask",
+    "canonical_json",
+    "model_shape_text",
+    "write_atomically",
+]
 
 SCHEMA = 1
+
+# Who chooses the groups of a group-limited router once experts are gone: the unpruned router, or its rule anew.
+GroupPolicy = Literal["frozen", "reselect"]
 
 
 def canonical_json(value: object) -> str:
@@ -62,13 +74,21 @@ class LayerShape:
     groups: int = 1
     kept_groups: int = 1
 
-    def fewest_survivors(self) -> int:
+    def fewest_survivors(self, policy: GroupPolicy = "frozen") -> int:
         """Survivors of the layer below which a token cannot fill its k slots."""
-        return self.groups * self.fewest_per_group()
+        return self.top_k if policy == "reselect" else self.groups * self.fewest_per_group()
 
     def fewest_per_group(self) -> int:
         """Survivors that each router group needs, so that any choice of kept groups can fill k slots."""
         return self.top_k if self.groups == 1 else -(-self.top_k // self.kept_groups)
+
+    def certain_slots(self, survivors: Iterable[int]) -> int:
+        """Slots that any token can fill where groups are chosen anew: the survivors of the worst choice of groups.
+
+        Groups without survivors cannot be chosen, so that fewer than `kept_groups` may be left.
+        """
+        left = Counter(self.group_of(expert) for expert in survivors)
+        return sum(sorted(left.values())[: self.kept_groups])
 
     def group_of(self, expert: int) -> int:
         """The router group of an expert: groups are equal and contiguous."""
@@ -150,8 +170,8 @@ class Mask:
         """Pruned ids of the layer with this model index (none if the mask does not name it)."""
         return next((layer.pruned for layer in self.layers if layer.index == index), ())
 
-    def check_fits(self, shapes: Sequence[LayerShape], *, where: str = "mask") -> None:
-        """Raise unless the mask is for a model of these shapes and leaves every layer at least top-k survivors."""
+    def check_fits(self, shapes: Sequence[LayerShape], *, where: str = "mask", policy: GroupPolicy = "frozen") -> None:
+        """Raise unless the mask is for a model of these shapes and every token can still fill its k slots."""
         wanted = model_shape_text(shapes)
         if self.model_shape != wanted:
             raise UsageError(
@@ -161,16 +181,10 @@ class Mask:
                 fix="use a mask made for this model",
             )
         for layer, shape in zip(self.layers, shapes, strict=True):
-            left = Counter(shape.group_of(expert) for expert in layer.survivors)
-            for group in range(shape.groups):
-                if left[group] < shape.fewest_per_group():
-                    part = f", router group {group}" if shape.groups > 1 else ""
-                    raise UsageError(
-                        f"the mask leaves {left[group]} experts",
-                        where=f"{where}, layer {layer.index}{part}",
-                        expected=f"at least {shape.fewest_per_group()} survivors (top-k {shape.top_k})",
-                        fix="prune fewer",
-                    )
+            if policy == "reselect":
+                _check_certain(layer, shape, where)
+            else:
+                _check_groups(layer, shape, where)
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -222,6 +236,33 @@ class Mask:
         except ValueError as error:
             raise UsageError("the mask file is not JSON", where=str(path), fix=str(error)) from error
         return cls.from_json(data, where=str(path))
+
+
+def _check_groups(layer: LayerMask, shape: LayerShape, where: str) -> None:
+    """Raise unless any groups that the unpruned router may keep can fill k slots."""
+    left = Counter(shape.group_of(expert) for expert in layer.survivors)
+    for group in range(shape.groups):
+        if left[group] < shape.fewest_per_group():
+            part = f", router group {group}" if shape.groups > 1 else ""
+            raise UsageError(
+                f"the mask leaves {left[group]} experts",
+                where=f"{where}, layer {layer.index}{part}",
+                expected=f"at least {shape.fewest_per_group()} survivors (top-k {shape.top_k})",
+                fix="prune fewer",
+            )
+
+
+def _check_certain(layer: LayerMask, shape: LayerShape, where: str) -> None:
+    """Raise unless any groups that may be chosen anew can fill k slots."""
+    certain = shape.certain_slots(layer.survivors)
+    if certain < shape.top_k:
+        part = f", the {shape.kept_groups} smallest router groups left" if shape.groups > 1 else ""
+        raise UsageError(
+            f"the mask leaves {certain} experts",
+            where=f"{where}, layer {layer.index}{part}",
+            expected=f"at least {shape.top_k} survivors (top-k {shape.top_k})",
+            fix="prune fewer, or evenly over the groups",
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from prunebench.calibration.statistics import BUILT_IN
 from prunebench.errors import IntegrityError
 from prunebench.moe import Instrument, LayerProgram, open_model
 from prunebench.routing import Scale
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.testing import CORE, random_ids, random_model
 
 KERNELS = ["eager", "grouped_mm"]
 
@@ -107,7 +107,7 @@ def near(got, wanted, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_every_statistic_equals_float64_from_captured_inputs(oracle, family, kernel):
     moe = open_model(random_model(family, experts_implementation=kernel))
     result = score_pass(moe, tokens(random_ids(6, 32)), fresh(), batch_tokens=64)
@@ -120,7 +120,7 @@ def test_every_statistic_equals_float64_from_captured_inputs(oracle, family, ker
     near(got, wanted, 1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_an_expert_that_was_never_routed_to_has_zeros(oracle, family):
     model = random_model(family)
     for name, module in model.named_modules():

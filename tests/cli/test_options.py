@@ -20,6 +20,7 @@ MACHINE = {
 
 OPTIONS = {
     "list": {"--json"},
+    "inspect": {"--json", "MODEL", "--config-only", "--device", "--dtype"},
     "run": {
         "--json",
         "--model",

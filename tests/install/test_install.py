@@ -12,7 +12,7 @@ from prunebench.errors import UsageError
 from prunebench.install import installed, remove_experts
 from prunebench.moe import Instrument, open_model
 from prunebench.plan import make_plan
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.testing import CORE, random_ids, random_model
 
 KERNELS = ["eager", "grouped_mm"]
 PRUNED = (0, 3, 5, 6, 8, 9, 14, 15)
@@ -45,7 +45,7 @@ def logits(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_the_dense_model_is_back_bit_for_bit_after_every_arm(family, kernel):
     moe = opened(family, kernel)
     dense = logits(moe.model)
@@ -102,7 +102,7 @@ def test_a_removed_model_reloads_with_transformers_alone_and_equals_the_masked_o
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 @pytest.mark.parametrize(
     ("operator", "scale"),
     [

@@ -10,10 +10,10 @@ from prunebench.mask import Mask
 from prunebench.moe import open_model
 from prunebench.plan import make_plan
 from prunebench.routing import Scale
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.testing import CORE, random_ids, random_model
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("groups")])
+@pytest.mark.parametrize("family", [name for name in CORE if not name.endswith("groups")])
 @pytest.mark.parametrize(("factor", "dtype"), [(1, torch.bfloat16), (4, torch.float32), (8, torch.float32)])
 def test_right_plans_pass_at_any_logit_scale(family, factor, dtype):
     for seed in range(4):

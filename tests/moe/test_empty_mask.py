@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from prunebench.moe import Instrument, LayerProgram, open_model
 from prunebench.routing import Scale
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.testing import CORE, random_ids, random_model
 
 SCALES = ["keep", "renorm", "interp:0.5", "interp:0.3", "ref:4"]
 KERNELS = ["eager", "grouped_mm"]
@@ -24,7 +24,7 @@ def kernel(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CORE)
 def moe(request, dtype, kernel):
     return open_model(random_model(request.param, dtype=dtype, experts_implementation=kernel))
 

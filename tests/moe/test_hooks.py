@@ -11,7 +11,7 @@ from prunebench import Constant, Fill, Zero
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.moe import Instrument, LayerProgram, open_model
 from prunebench.routing import Scale
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.testing import CORE, random_ids, random_model
 
 KERNELS = ["eager", "grouped_mm"]
 PRUNED = (0, 3, 5, 6, 8, 9, 14, 15)
@@ -46,7 +46,7 @@ def logits(moe, **options):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 @pytest.mark.parametrize("kind", ["constant", "linear", "mixed", "keep", "renorm", "ref:6"])
 def test_a_masked_layer_computes_what_the_equations_say(oracle, family, kernel, kind):
     moe = open_model(random_model(family, experts_implementation=kernel))
@@ -124,7 +124,7 @@ def test_zero_is_the_constant_of_zero_bit_for_bit(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_leaving_restores_the_model_and_removes_every_hook(family, kernel):
     moe = open_model(random_model(family, experts_implementation=kernel))
     assert hooks(moe.model) == 0
@@ -256,7 +256,7 @@ def test_an_observer_watches_a_rerouted_model(oracle):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_the_observer_sees_the_very_rows_of_the_layer(oracle, family, kernel):
     moe = open_model(random_model(family, experts_implementation=kernel))
     batches = {}
@@ -286,7 +286,7 @@ def test_the_observer_sees_the_very_rows_of_the_layer(oracle, family, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE)
 def test_one_experts_weights_and_outputs_can_be_had_without_hooks(oracle, family, kernel):
     moe = open_model(random_model(family, experts_implementation=kernel))
     x_SD = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))

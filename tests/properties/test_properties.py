@@ -27,7 +27,7 @@ from prunebench.routing import (
     reroute,
     scores_and_choice,
 )
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.testing import CORE, random_ids, random_model
 
 # Each example builds and runs models; the rules on tensors alone afford the profile's own number.
 few = settings(max_examples=max(4, settings().max_examples // 5))
@@ -194,7 +194,7 @@ def test_relabelling_experts_relabels_the_routing(case, random, scale):
 
 
 @st.composite
-def models(draw, *, families=tuple(FAMILIES)):
+def models(draw, *, families=tuple(CORE)):
     """An opened tiny model: family, kernel, weights, E and k vary."""
     family = draw(st.sampled_from(families))
     grouped = family.endswith("groups")
@@ -320,7 +320,7 @@ def relabelled(model: torch.nn.Module, old_of_new: torch.Tensor) -> torch.nn.Mod
 @few
 @given(st.data())
 def test_relabelling_experts_permutes_statistics_masks_and_changes_no_output(data):
-    moe = data.draw(models(families=[name for name in FAMILIES if not name.endswith("groups")]))
+    moe = data.draw(models(families=[name for name in CORE if not name.endswith("groups")]))
     experts = moe.layers[0].expert_count
     old_of_new = torch.tensor(data.draw(st.permutations(range(experts))))
     twin = open_model(relabelled(moe.model, old_of_new), probe_tokens=16)

@@ -18,7 +18,7 @@ from prunebench.routing import (
     reroute,
     scores_and_choice,
 )
-from prunebench.testing import FAMILIES, random_ids, random_model
+from prunebench.testing import CORE, random_ids, random_model
 
 SCALES = ["keep", "renorm", "interp:0", "interp:0.3", "interp:1", "ref:2", "ref:4", "ref:8"]
 CONVENTIONS = {
@@ -44,7 +44,7 @@ def call_of(convention: Convention, logits_TE: torch.Tensor, k: int, bias_E: tor
     return RouterCall(convention, logits_TE, bias_E, index_TK, gates_TK)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CORE)
 def family(request):
     return request.param
 

@@ -1,6 +1,7 @@
 """One uniform view over the MoE layers of a transformers model, and the only hooks that touch it."""
 
 from prunebench.moe.hooks import Instrument, LayerCounters, LayerProgram, TokenBatch
+from prunebench.moe.inspect import ModelReport, inspect_model
 from prunebench.moe.layer import MoELayer, MoEModel, open_model
 from prunebench.moe.load import (
     LoadedModel,
@@ -21,10 +22,12 @@ __all__ = [
     "LoadedModel",
     "MoELayer",
     "MoEModel",
+    "ModelReport",
     "TokenBatch",
     "check_device",
     "context_length",
     "experts_implementation_for",
+    "inspect_model",
     "load_model",
     "load_tokenizer",
     "open_model",

@@ -5,7 +5,9 @@ experts module. Where slots are answered by fills, or somebody watches, the pre-
 row, gate 1" without the pruned rows, and the post-hook answers the holes, weighs by the gates in the router's dtype and
 adds up in the module's own order. So execution knows no weight layout, and with an empty mask the logits are the
 untouched model's, bit for bit. Rows go to each expert in the order in which the native code sends them: a GEMM may
-round differently when its rows are permuted.
+round differently when its rows are permuted. A slot that no expert is left for is empty: its id is E, it sends no row
+and adds nothing. Where gates multiply the experts' input (Llama-4), all experts run on every token; there the hooks
+zero what pruned experts say, or let fills answer the scaled input.
 
 T tokens, K slots per token, E experts, S rows (one per computed slot), D width.
 """
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from prunebench.errors import IntegrityError, UsageError
+from prunebench.mask import GroupPolicy
 from prunebench.moe.layer import MoELayer, MoEModel
 from prunebench.routing import (
     RouterCall,
@@ -49,12 +52,14 @@ class LayerProgram:
         pruned: original ids of the pruned experts.
         fills: a module per pruned expert that keeps its slots; a pruned expert without one cannot be routed to.
         scale: resolved gate scale of the survivors, used if some pruned expert has no fill.
+        policy: who chooses the groups of a group-limited router, used as the scale is.
         positions: where physically removed, original id of each survivor in the smaller experts module, in order.
     """
 
     pruned: tuple[int, ...]
     fills: Mapping[int, nn.Module] = field(default_factory=dict)
     scale: Scale = field(default_factory=lambda: Scale("keep"))
+    policy: GroupPolicy = "frozen"
     positions: tuple[int, ...] | None = None
 
     @property
@@ -69,17 +74,20 @@ class LayerCounters:
 
     Args:
         calls: token-layer calls.
-        slots: slots that reached the experts module (calls · K).
+        slots: slots, filled or empty (calls · K).
+        empty: slots that no expert was left for.
         reached_pruned: slots that asked for a pruned expert that nothing answers; zero or the run is void.
         asked: slots that asked for a filled expert.
         answered: rows that fills computed.
         displaced: calls whose unpruned top-k held an unroutable expert.
-        ratio_sum: sum over displaced calls of the gates' total under keep over the total under renorm.
+        ratio_sum: sum over displaced calls of the gates' total under keep over the total under renorm; zero where the
+            router leaves keep undefined.
         ratio_above_one: displaced calls where that ratio exceeds 1.
     """
 
     calls: Tensor
     slots: Tensor
+    empty: Tensor
     reached_pruned: Tensor
     asked: Tensor
     answered: Tensor
@@ -90,7 +98,7 @@ class LayerCounters:
     @classmethod
     def zero(cls, device: torch.device) -> LayerCounters:
         """All counters at zero."""
-        zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(8)]
+        zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(9)]
         counters = cls(*zeros)
         counters.ratio_sum = torch.zeros((), dtype=torch.float64, device=device)
         return counters
@@ -104,9 +112,11 @@ class LayerCounters:
 class TokenBatch:
     """What one MoE layer computed for one batch, padding removed; rows are sorted by expert.
 
+    Slots of identity experts, and empty ones, have no row; their index is E or more.
+
     Args:
         x_TD: the experts' input.
-        scores_TE: router scores p, float32.
+        scores_TE: router scores p, float32; identity experts, which are left out here, have their share of a softmax.
         choice_TE: what the router ranked (p + b, or logits).
         index_TK: the experts that answered each slot.
         gates_TK: gates as applied.
@@ -240,10 +250,11 @@ class Instrument:
                     expected="one Instrument that does both",
                     fix="give the observer to `installed(moe, plan, observer=…)`",
                 )
-        runner = _LayerHooks(self, layer, self.programs.get(layer.index, LayerProgram(())))
+        hooks = _LayerHooks if layer.convention.gates_on == "output" else _InputGateHooks
+        runner = hooks(self, layer, self.programs.get(layer.index, LayerProgram(())))
         self.counters[layer.index] = runner.counters
         self._handles += [
-            layer.router.register_forward_hook(runner.after_router),
+            *layer.watch_router(runner.after_router),
             layer.experts.register_forward_pre_hook(runner.before_experts),
             layer.experts.register_forward_hook(runner.after_experts),
         ]
@@ -299,7 +310,8 @@ class _LayerHooks:
         device = layer.device
 
         def flags(ids: tuple[int, ...]) -> Tensor:
-            result = torch.zeros(layer.expert_count, dtype=torch.bool)
+            # The last one is that of empty slots.
+            result = torch.zeros(layer.choices + 1, dtype=torch.bool)
             result[list(ids)] = True
             return result.to(device)
 
@@ -310,46 +322,44 @@ class _LayerHooks:
         self.fill_dtypes = {expert: _stored_dtype(fill) for expert, fill in self.fills.items()}
         self.position_E: Tensor | None = None
         if program.positions is not None:
-            self.position_E = torch.zeros(layer.expert_count, dtype=torch.int64, device=device)
-            self.position_E[list(program.positions)] = torch.arange(len(program.positions), device=device)
+            # Identity experts follow the survivors.
+            stay = [*program.positions, *range(layer.expert_count, layer.choices)]
+            self.position_E = torch.zeros(layer.choices, dtype=torch.int64, device=device)
+            self.position_E[stay] = torch.arange(len(stay), device=device)
         self.reroutes = bool(program.blocked) or instrument.force
-        self.by_row = bool(self.fills) or instrument.force or instrument.observer is not None
+        self.by_row = (
+            bool(self.fills) or instrument.force or instrument.observer is not None or _may_leave_empty(layer, program)
+        )
         self.counters = LayerCounters.zero(device)
 
-    def after_router(self, _router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def after_router(self, call: RouterCall, _hidden: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Refill the slots of unroutable experts."""
-        call = self.layer.call_of(output)
         self.instrument.calls[self.layer.index] = _Call(call)
         if not self.reroutes:
             return None
-        selection = select_survivors(call, self.blocked_E)
+        selection = select_survivors(call, self.blocked_E[:-1], self.program.policy)
         if self.program.blocked:
             self._count_displaced(selection)
-        return output[0], gates_of(selection, self.program.scale), selection.index_TK
+        return gates_of(selection, self.program.scale), selection.index_TK
 
     def _count_displaced(self, selection: Selection) -> None:
         """How often a slot changed hands, and how far apart the two scales are then (2610.41366 §5.3)."""
         displaced_T = selection.hole_TK.any(-1)
         if (valid_T := self.instrument.valid_T(displaced_T.device)) is not None:
             displaced_T = displaced_T & valid_T
+        self.counters.displaced += displaced_T.sum()
+        if "keep" not in self.layer.convention.scales:
+            return
         # Gates are c·p/Z, so keep's total over renorm's is Z_renorm / Z_keep.
         log_z_T = {kind: log_normaliser(selection, Scale(kind))[:, 0] for kind in _ENDS}
         ratio_T = torch.where(displaced_T, (log_z_T["renorm"] - log_z_T["keep"]).exp(), 0.0)
-        self.counters.displaced += displaced_T.sum()
         self.counters.ratio_sum += ratio_T.sum()
         self.counters.ratio_above_one += (ratio_T > 1).sum()
 
     def before_experts(self, _experts: nn.Module, args: tuple[Any, ...]) -> Any:
         """Count the slots; where somebody answers or watches, ask for one expert per row without the filled ones."""
         x_TD, index_TK, gates_TK = args
-        call = self.instrument.calls.get(self.layer.index)
-        if call is None:
-            raise IntegrityError(
-                "the experts ran, but the hook of their router did not",
-                where=self.layer.name,
-                expected="router and experts to be called as modules",
-                fix="load the model without fused or quantised MoE kernels",
-            )
+        call = self._call()
         self._count_slots(index_TK)
         if not self.by_row:
             return None if self.position_E is None else (x_TD, self.position_E[index_TK], gates_TK)
@@ -360,6 +370,10 @@ class _LayerHooks:
         else:
             expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
             call.token_S, call.slot_S = order_S.div(slots, rounding_mode="floor"), order_S % slots
+        if _may_leave_empty(self.layer, self.program):
+            # Empty slots have the largest id: their rows come last.
+            rows = int((index_TK < self.layer.choices).sum())
+            expert_S, call.token_S, call.slot_S = expert_S[:rows], call.token_S[:rows], call.slot_S[:rows]
         call.x_TD, call.index_TK, call.gates_TK, call.expert_S = x_TD, index_TK, gates_TK, expert_S
         own_token_S, own_expert_S = call.token_S, expert_S
         if self.fills:
@@ -370,7 +384,19 @@ class _LayerHooks:
         if not own_token_S.numel():
             # Fused kernels do not take an empty batch: send one row and drop its answer.
             own_token_S, own_expert_S = own_token_S.new_zeros(1), own_expert_S.new_zeros(1)
-        return x_TD[own_token_S], own_expert_S[:, None], x_TD.new_ones(own_token_S.shape[0], 1)
+        return self.layer.one_each(x_TD[own_token_S], own_expert_S)
+
+    def _call(self) -> _Call:
+        """What the router's hook left."""
+        call = self.instrument.calls.get(self.layer.index)
+        if call is None:
+            raise IntegrityError(
+                "the experts ran, but the hook of their router did not",
+                where=self.layer.name,
+                expected="router and experts to be called as modules",
+                fix="load the model without fused or quantised MoE kernels",
+            )
+        return call
 
     def after_experts(self, _experts: nn.Module, _args: Any, output: Tensor) -> Any:
         """Answer the holes, show the observer, weigh and add up."""
@@ -378,7 +404,7 @@ class _LayerHooks:
         call = self.instrument.calls.pop(self.layer.index)
         if not self.by_row:
             return None
-        counts_E = _rows_per_expert(call.expert_S, self.layer.expert_count)
+        counts_E = _rows_per_expert(call.expert_S, self.layer.choices)
         outputs_SD = self._answer(call, output, counts_E)
         if self.instrument.observer is not None:
             batch = self._batch(call, outputs_SD, counts_E)
@@ -388,16 +414,21 @@ class _LayerHooks:
     def _batch(self, call: _Call, outputs_SD: Tensor, counts_E: Tensor) -> TokenBatch:
         """What an observer sees of this call."""
         scores_TE, choice_TE = scores_and_choice(call.router.convention, call.router.logits_TE, call.router.bias_E)
+        experts, rows = self.layer.expert_count, call.expert_S.shape[0]
+        if self.layer.convention.identities:
+            # Their rows come last.
+            counts_E = counts_E[:experts]
+            rows = int(counts_E.sum())
         return TokenBatch(
             x_TD=call.x_TD,
-            scores_TE=scores_TE,
-            choice_TE=choice_TE,
+            scores_TE=scores_TE[:, :experts].float(),
+            choice_TE=choice_TE[:, :experts],
             index_TK=call.index_TK,
             gates_TK=call.gates_TK,
-            outputs_SD=outputs_SD,
-            expert_S=call.expert_S,
-            token_S=call.token_S,
-            slot_S=call.slot_S,
+            outputs_SD=outputs_SD[:rows],
+            expert_S=call.expert_S[:rows],
+            token_S=call.token_S[:rows],
+            slot_S=call.slot_S[:rows],
             counts_E=counts_E,
             block_T=self.instrument.block_T(outputs_SD.device),
         )
@@ -427,18 +458,22 @@ class _LayerHooks:
     def _reduce(self, call: _Call, outputs_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Σ_k g·f in the order and dtype of the module's own code ([T, D]).
 
-        `eager` adds by increasing expert id, rounding to the hidden dtype after every addition; the fused
-        implementations weigh, sum over slots at once, and round once.
+        `eager` adds by increasing expert id, rounding to the hidden dtype after every addition (or, as its layout says,
+        to the gates' and once more at the end); the fused implementations weigh, sum over slots at once, and round
+        once.
         """
         if self.layer.reduces_in_expert_order:
-            total_TD = torch.zeros_like(call.x_TD)
+            adds_in = call.gates_TK.dtype if self.layer.layout.adds_in == "gates" else call.x_TD.dtype
+            total_TD = torch.zeros_like(call.x_TD, dtype=adds_in)
             for _, start, end in _segments(counts_E):
                 token_S, slot_S = call.token_S[start:end], call.slot_S[start:end]
                 weighted_SD = outputs_SD[start:end] * call.gates_TK[token_S, slot_S, None]
                 total_TD.index_add_(0, token_S, weighted_SD.to(total_TD.dtype))
-            return total_TD
+            return total_TD.to(call.x_TD.dtype)
         weighted_SD = outputs_SD * call.gates_TK[call.token_S, call.slot_S, None]
-        weighted_TKD = weighted_SD.new_empty(*call.index_TK.shape, weighted_SD.shape[-1])
+        # Every slot is written, but for the empty ones.
+        fresh = weighted_SD.new_zeros if len(call.expert_S) < call.index_TK.numel() else weighted_SD.new_empty
+        weighted_TKD = fresh(*call.index_TK.shape, weighted_SD.shape[-1])
         weighted_TKD[call.token_S, call.slot_S] = weighted_SD
         return weighted_TKD.sum(dim=1).to(call.x_TD.dtype)
 
@@ -448,8 +483,80 @@ class _LayerHooks:
             index_TK = index_TK[valid_T]
         counters.calls += index_TK.shape[0]
         counters.slots += index_TK.numel()
+        counters.empty += (index_TK == self.layer.choices).sum()
         counters.reached_pruned += self.blocked_E[index_TK].sum()
         counters.asked += self.filled_E[index_TK].sum()
+
+
+class _InputGateHooks(_LayerHooks):
+    """The hooks of a layer whose gates multiply the experts' input (Llama-4).
+
+    All experts run on every token, scaled by a gate that is zero unless selected; so rerouting is the router's hook
+    alone. f_e(g·x) is not g·f_e(x): observers, whose outputs are un-weighted, are refused, and a fill answers the very
+    input that its expert would have had.
+    """
+
+    def __init__(self, instrument: Instrument, layer: MoELayer, program: LayerProgram) -> None:
+        if instrument.observer is not None:
+            raise UsageError(
+                f"{type(layer.router).__name__} multiplies gates into the experts' input",
+                where=layer.name,
+                expected="an arm without calibration statistics: they are of un-weighted outputs",
+            )
+        super().__init__(instrument, layer, program)
+        self.by_row = False
+        self.silent = [expert for expert in program.pruned if expert not in self.fills]
+        self.at = list(program.positions) if program.positions is not None else list(range(layer.expert_count))
+
+    def after_router(self, call: RouterCall, hidden: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Refill the slots of unroutable experts, and note who answers."""
+        answer = super().after_router(call, hidden)
+        noted = self.instrument.calls[self.layer.index]
+        noted.index_TK = call.index_TK if answer is None else answer[1]
+        return answer
+
+    def before_experts(self, _experts: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Count the slots; where experts were removed, leave their inputs out."""
+        call = self._call()
+        self._count_slots(call.index_TK)
+        call.x_TD = args[0]
+        if self.program.positions is None:
+            return None
+        return (self._by_expert(args[0])[self.at].flatten(0, 1),)
+
+    def after_experts(self, _experts: nn.Module, _args: Any, output: Tensor) -> Any:
+        """Silence the pruned experts, and let fills answer."""
+        self.instrument.fired.add(self.layer.index)
+        call = self.instrument.calls.pop(self.layer.index)
+        if not self.program.pruned:
+            return None
+        inputs_ETD = self._by_expert(call.x_TD)
+        answers_ETD = output.new_zeros(self.layer.expert_count, call.index_TK.shape[0], output.shape[-1])
+        answers_ETD[self.at] = output.view(len(self.at), -1, output.shape[-1])
+        # Their input is zero, but zero times an infinity is none.
+        answers_ETD[self.silent] = 0.0
+        valid_T = self.instrument.valid_T(output.device)
+        for expert, fill in self.fills.items():
+            asked_T = (call.index_TK == expert).any(-1)
+            answers_ETD[expert] = 0.0
+            answer_SD = fill(inputs_ETD[expert, asked_T].to(self.fill_dtypes[expert]))
+            answers_ETD[expert, asked_T] = answer_SD.to(output.dtype)
+            self.counters.answered += (asked_T if valid_T is None else asked_T & valid_T).sum()
+        return answers_ETD.flatten(0, 1)
+
+    def _by_expert(self, x_SD: Tensor) -> Tensor:
+        return x_SD.view(self.layer.expert_count, -1, x_SD.shape[-1])
+
+
+def _may_leave_empty(layer: MoELayer, program: LayerProgram) -> bool:
+    """Whether some token may find fewer than k routable experts; never where `Mask.check_fits` was asked."""
+    routable = sorted(set(range(layer.choices)) - set(program.blocked))
+    if layer.convention.groups is None:
+        return len(routable) < layer.top_k
+    per_group = [sum(layer.shape.group_of(e) == g for e in routable) for g in range(layer.shape.groups)]
+    if program.policy == "reselect":
+        per_group = [count for count in per_group if count]
+    return sum(sorted(per_group)[: layer.shape.kept_groups]) < layer.top_k
 
 
 def _stored_dtype(fill: nn.Module) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,11 +20,14 @@ __all__ = [
     "LoadedModel",
     "check_device",
     "context_length",
+    "empty_model",
     "experts_implementation_for",
     "load_model",
     "load_tokenizer",
+    "load_weights",
     "peek",
     "quiet_libraries",
+    "weights_files",
     "weights_sha256",
 ]
 
@@ -59,6 +63,11 @@ def weights_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def weights_files(folder: Path) -> list[Path]:
+    """A checkpoint's safetensors files."""
+    return [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+
+
 def _config_of(folder: Path) -> Any:
     from transformers import AutoConfig
 
@@ -83,16 +92,24 @@ def peek(folder: Path) -> tuple[tuple[LayerShape, ...], Convention]:
     Raises:
         UsageError: no MoE layers, an unknown router, or no causal language model.
     """
+    layers = find_layers(empty_model(folder), where=str(folder))
+    return tuple(layer.shape for layer in layers), layers[0].convention
+
+
+def empty_model(folder: Path) -> Any:
+    """A model without values, from its config alone.
+
+    Raises:
+        UsageError: an unreadable config, or no causal language model.
+    """
     from transformers import AutoModelForCausalLM
 
     config = _config_of(folder)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise UsageError("not a causal language model", where=str(folder), fix=_first_line(error)) from error
-    layers = find_layers(model, where=str(folder))
-    return tuple(layer.shape for layer in layers), layers[0].convention
 
 
 def load_model(
@@ -118,25 +135,13 @@ def load_model(
         experts_implementation: see `experts_implementation_for`.
 
     Raises:
-        UsageError: unknown dtype, a folder that is no checkpoint, a model that cannot be opened.
+        UsageError: unknown dtype, a folder that is no checkpoint, weights that are missing or of another shape, a model
+            that cannot be opened.
         PrerequisiteError: a missing device.
     """
-    from transformers import AutoModelForCausalLM
-
-    check_device(device, dtype)
-    options: dict[str, Any] = {
-        "dtype": DTYPES[dtype],
-        "trust_remote_code": False,
-        "experts_implementation": experts_implementation or experts_implementation_for(device, device_map),
-    }
-    if device_map is not None:
-        options["device_map"] = device_map
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(
-            f"cannot load the model: {_first_line(error)}", where=str(folder), fix="check the folder's files"
-        ) from error
+    model = load_weights(
+        folder, device=device, dtype=dtype, device_map=device_map, experts_implementation=experts_implementation
+    )
     tokenizer = load_tokenizer(folder)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -145,9 +150,55 @@ def load_model(
             where=str(folder),
             expected="the model's own tokenizer",
         )
+    return LoadedModel(name, open_model(model), tokenizer, folder)
+
+
+def load_weights(
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    device_map: str | None = None,
+    experts_implementation: str | None = None,
+) -> Any:
+    """The model of a checkpoint folder on its device, not yet opened; arguments and errors as for `load_model`."""
+    from transformers import AutoModelForCausalLM
+
+    check_device(device, dtype)
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "trust_remote_code": False,
+        # Tensors that do not fit are then named; transformers' own error does not.
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+        "experts_implementation": experts_implementation or experts_implementation_for(device, device_map),
+    }
+    if device_map is not None:
+        options["device_map"] = device_map
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=_config_of(folder), **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(
+            f"cannot load the model: {_first_line(error)}", where=str(folder), fix="check the folder's files"
+        ) from error
+    model, info = loaded
+    _check_complete(info, folder)
     if device_map is None:
         model = model.to(device)
-    return LoadedModel(name, open_model(model.requires_grad_(requires_grad=False)), tokenizer, folder)
+    return model.requires_grad_(requires_grad=False)
+
+
+def _check_complete(info: Mapping[str, Any], folder: Path) -> None:
+    """Refuse weights that transformers would have drawn at random instead: missing, or of another shape."""
+    for name, saved, wanted in sorted(info["mismatched_keys"]):
+        raise UsageError(
+            f"{name} has shape {list(saved)}",
+            where=str(folder),
+            expected=f"{list(wanted)}, by the config",
+            fix="slice every tensor of a pruned model, and write its number of experts into its config",
+        )
+    for name in sorted(info["missing_keys"]):
+        raise UsageError(f"{name} is missing", where=str(folder), expected="all weights of the config's model")
 
 
 def load_tokenizer(folder: Path) -> Any:

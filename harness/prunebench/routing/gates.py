@@ -15,7 +15,17 @@ ref:k2       1 (as keep)                        Σ over the top-k2 of the choice
 `interp` is linear in Z (ours: the papers test the ends only); `ref:k2` is 2609.04575's reference set, within the kept
 groups where the router has groups, so that ref:k is renorm. Independent
 sigmoids without renormalisation have no simplex to renormalise over, so there renorm = keep. The epsilon that a router
-adds to its sum is added to every Z that replaces that sum. S and the order of its slots never depend on the scale.
+adds to its sum is added to every Z that replaces that sum, and its floor applies to it. S and the order of its slots
+never depend on the scale.
+
+Two conventions do not fit: `sparsemixer` has no Z (its renorm is the router's own code run among the survivors, and no
+other scale is defined), and a scale per expert multiplies its gate after c, under every scale.
+
+Group-limited routers take one of two policies (`mask.GroupPolicy`). Under `frozen`, the default, the groups are those
+that the unpruned router chose. Under `reselect` they are chosen anew among the routable: an unroutable expert counts as
+-inf, one that is alone in its group scores it alone, a group without any cannot be chosen, and members of D leave their
+slots where their group lost or a new one holds better experts; with equal groups left this is what a router without the
+pruned rows computes.
 
 T tokens, K slots per token, E experts.
 """
@@ -31,6 +41,7 @@ import torch
 from torch import Tensor
 
 from prunebench.errors import UsageError
+from prunebench.mask import GroupPolicy
 from prunebench.routing.convention import Convention, Groups
 
 __all__ = [
@@ -83,12 +94,22 @@ class Scale:
         )
 
     def resolve(self, convention: Convention) -> Scale:
-        """`trained` and `other` as keep or renorm; the rest unchanged."""
+        """`trained` and `other` as keep or renorm; the rest unchanged.
+
+        Raises:
+            UsageError: if the router's convention leaves the scale undefined.
+        """
+        resolved = self
         if self.kind == "trained":
-            return Scale(convention.trained_scale)
-        if self.kind == "other":
-            return Scale("keep" if convention.renormalised else "renorm")
-        return self
+            resolved = Scale(convention.trained_scale)
+        elif self.kind == "other":
+            resolved = Scale("keep" if convention.trained_scale == "renorm" else "renorm")
+        if resolved.kind not in convention.scales:
+            raise UsageError(
+                f"scale {resolved} is not defined for routers of the kind: {convention.describe()}",
+                expected=" or ".join(convention.scales),
+            )
+        return resolved
 
     def check_possible(self, routable: int, *, where: str = "") -> None:
         """Raise if the reference set of `ref:k2` is larger than a layer's routable experts."""
@@ -116,6 +137,9 @@ class RouterCall:
         bias_E: selection bias, or None.
         index_TK: the unpruned top-k, D, in the router's slot order.
         gates_TK: the gates as the router returned them.
+        expert_scale_E: the number that multiplies each expert's gate, or None.
+
+    E counts identity experts too.
     """
 
     convention: Convention
@@ -123,55 +147,103 @@ class RouterCall:
     bias_E: Tensor | None
     index_TK: Tensor
     gates_TK: Tensor
+    expert_scale_E: Tensor | None = None
 
 
 def scores_and_choice(convention: Convention, logits_TE: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores p and choice as the router computes them, in float32 (both [T, E]).
+    """Scores p and choice as the router computes them, in its own dtype (both [T, E]).
 
-    For `selected_softmax` the choice is the logits themselves; the scores are the softmax over all.
+    Where the router ranks logits, the choice is the logits themselves; a selected softmax's scores, and sparsemixer's,
+    are the softmax over all.
     """
-    if convention.score == "sigmoid":
-        scores_TE = logits_TE.float().sigmoid()
+    x_TE = logits_TE if convention.scores_in == "logits" else logits_TE.float()
+    if convention.score in {"sigmoid", "selected_sigmoid"}:
+        scores_TE = x_TE.sigmoid()
+    elif convention.score == "sqrtsoftplus":
+        scores_TE = torch.nn.functional.softplus(x_TE).sqrt()
     else:
         scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    if convention.score == "selected_softmax":
+    if convention.chosen_by_logits:
         return scores_TE, logits_TE
     return scores_TE, scores_TE if bias_E is None else scores_TE + bias_E
 
 
-def _eligible(groups: Groups, choice_TE: Tensor) -> Tensor:
-    """[T, E] bool: experts inside the kept groups, as the unpruned router chooses them."""
+def _eligible(groups: Groups, choice_TE: Tensor, blocked_E: Tensor | None = None) -> Tensor:
+    """[T, E] bool: experts inside the kept groups, as the unpruned router chooses them, or among the not blocked."""
     grouped = choice_TE.view(choice_TE.shape[0], groups.count, -1)
-    group_score = grouped.amax(-1) if groups.score == "max" else grouped.topk(2, dim=-1)[0].sum(-1)
+    if blocked_E is not None:
+        group_score = _score_of_the_rest(groups, grouped, blocked_E.view(groups.count, -1))
+    else:
+        group_score = grouped.amax(-1) if groups.score == "max" else grouped.topk(2, dim=-1)[0].sum(-1)
     best = torch.topk(group_score, k=groups.kept, dim=-1, sorted=False)[1]
     kept = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, value=True)
     return kept.unsqueeze(-1).expand_as(grouped).reshape(choice_TE.shape)
 
 
+def _score_of_the_rest(groups: Groups, grouped: Tensor, blocked: Tensor) -> Tensor:
+    """Group scores over the experts that are not blocked; -inf for a group without any ([T, groups])."""
+    best = grouped.masked_fill(blocked, _NEVER).topk(groups.smallest, dim=-1)[0]
+    # -inf in a sum would sink the group of a lone survivor, which scores by itself.
+    score: Tensor = best.masked_fill(best == _NEVER, 0.0).sum(-1)
+    return score.masked_fill(blocked.all(-1), _NEVER)
+
+
+def _sparsemixer(convention: Convention, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts and gates of sparsemixer in evaluation: two argmaxes in turn, operation by operation ([T, 2] each).
+
+    Source: transformers' `phimoe`, after 2409.12136; each gate is a softmax over the logits within the band.
+    """
+    experts, gates, left_TE = [], [], logits_TE
+    for _ in range(2):
+        best_T1, expert_T1 = left_TE.max(dim=-1, keepdim=True)
+        width_TE = logits_TE.abs().clamp(min=best_T1)
+        outside_TE = ((best_T1 - logits_TE) / width_TE) > 2 * convention.band
+        within_TE = torch.softmax(left_TE.masked_fill(outside_TE, _NEVER), dim=-1)
+        experts.append(expert_T1)
+        gates.append(within_TE.gather(-1, expert_T1))
+        left_TE = left_TE.scatter(-1, expert_T1, _NEVER)
+    return torch.cat(experts, dim=-1), torch.cat(gates, dim=-1)
+
+
 def native_index(convention: Convention, choice_TE: Tensor, top_k: int) -> Tensor:
     """D: the router's own selection, operation by operation ([T, K])."""
+    if convention.score == "sparsemixer":
+        return _sparsemixer(convention, choice_TE)[0]
     if convention.groups is not None:
         outside = ~_eligible(convention.groups, choice_TE)
         choice_TE = choice_TE.masked_fill(outside, convention.groups.outside)
     return torch.topk(choice_TE, top_k, dim=-1, sorted=convention.sorted_topk)[1]
 
 
-def native_gates(convention: Convention, logits_TE: Tensor, scores_TE: Tensor, index_TK: Tensor) -> Tensor:
-    """The router's own gates of the experts it selected, operation by operation, in float32 ([T, K])."""
+def native_gates(
+    convention: Convention,
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    index_TK: Tensor,
+    expert_scale_E: Tensor | None = None,
+) -> Tensor:
+    """The router's own gates of the experts it selected, operation by operation, in its scores' dtype ([T, K])."""
     if convention.score == "selected_softmax":
         return torch.softmax(logits_TE.gather(1, index_TK), dim=-1)
+    if convention.score == "sparsemixer":
+        return _sparsemixer(convention, logits_TE)[1]
     gates_TK = scores_TE.gather(1, index_TK)
     if convention.renormalised:
         total_T1 = gates_TK.sum(dim=-1, keepdim=True)
+        if convention.floor:
+            total_T1 = total_T1.clamp(min=convention.floor)
         gates_TK = gates_TK / (total_T1 + convention.epsilon if convention.epsilon else total_T1)
-    return gates_TK if convention.factor == 1.0 else gates_TK * convention.factor
+    if convention.factor != 1.0:
+        gates_TK = gates_TK * convention.factor
+    return gates_TK if expert_scale_E is None else gates_TK * expert_scale_E[index_TK]
 
 
-def _unavailable(call: RouterCall, choice_TE: Tensor, blocked_E: Tensor) -> Tensor:
-    """[T, E] bool: blocked experts, and those outside the groups that the unpruned router chose."""
-    if call.convention.groups is None:
+def _unavailable(call: RouterCall, choice_TE: Tensor, blocked_E: Tensor, policy: GroupPolicy) -> Tensor:
+    """[T, E] bool: blocked experts, and those outside the kept groups."""
+    groups = call.convention.groups
+    if groups is None:
         return blocked_E.expand_as(choice_TE)
-    return blocked_E | ~_eligible(call.convention.groups, choice_TE)
+    return blocked_E | ~_eligible(groups, choice_TE, blocked_E if policy == "reselect" else None)
 
 
 def _ranked(call: RouterCall, choice_TE: Tensor, unavailable_TE: Tensor) -> Tensor:
@@ -193,8 +265,9 @@ class Selection:
         call: the unpruned router's call.
         blocked_E: bool, True where the expert cannot be routed to.
         unavailable_TE: bool, blocked or outside the token's groups.
-        index_TK: S, in slot order.
+        index_TK: S, in slot order; E where no expert is left for the slot.
         hole_TK: bool, slots that changed hands.
+        empty_TK: bool, slots that nobody fills.
         choice_TE: what the router ranks.
         log_p_TE: log p of every expert in float64, exact where p itself underflows.
     """
@@ -204,37 +277,59 @@ class Selection:
     unavailable_TE: Tensor
     index_TK: Tensor
     hole_TK: Tensor
+    empty_TK: Tensor
     choice_TE: Tensor
     log_p_TE: Tensor
 
+    def log_p_of_slots(self) -> Tensor:
+        """log p of S, -inf in empty slots ([T, K])."""
+        last = self.log_p_TE.shape[1] - 1
+        return self.log_p_TE.gather(1, self.index_TK.clamp(max=last)).masked_fill(self.empty_TK, _NEVER)
 
-def select_survivors(call: RouterCall, blocked_E: Tensor) -> Selection:
+
+def select_survivors(call: RouterCall, blocked_E: Tensor, policy: GroupPolicy = "frozen") -> Selection:
     """S: the top-k of the choice among the experts that are not blocked.
 
-    Routable members of D keep their slots; promoted experts fill the holes in slot order, best choice first, ties to
-    the lowest id. With groups, the groups are those that the unpruned router chose. Every hole can be filled:
-    `Mask.check_fits` has left enough routable experts in every layer and group.
+    Members of D that are in S keep their slots: all that are routable, but for groups chosen anew. Promoted experts
+    fill the holes in slot order, best choice first, ties to the lowest id. With groups, the groups are those of the
+    policy. `Mask.check_fits` leaves enough routable experts to
+    fill every hole; where a caller went without it, what cannot be filled is empty, and no id is repeated.
     """
     _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
+    unavailable_TE = _unavailable(call, choice_TE, blocked_E, policy)
     hole_TK = blocked_E[call.index_TK]
-    unavailable_TE = _unavailable(call, choice_TE, blocked_E)
-    ranked_TE = _ranked(call, choice_TE, unavailable_TE.scatter(1, call.index_TK, value=True))
+    if policy == "reselect" and call.convention.groups is not None:
+        # A group that was not chosen before may hold better experts than some members of D; at a tie, D stays.
+        rest_TE = choice_TE.masked_fill(unavailable_TE, _NEVER)
+        last_T1 = rest_TE.topk(call.index_TK.shape[1], dim=-1)[0][:, -1:]
+        hole_TK = unavailable_TE.gather(1, call.index_TK) | (rest_TE.gather(1, call.index_TK) < last_T1)
+    taken_TE = unavailable_TE.scatter(1, call.index_TK, value=True)
+    ranked_TE = _ranked(call, choice_TE, taken_TE)
     nth_hole_TK = (hole_TK.cumsum(-1) - 1).clamp_(min=0)
+    empty_TK = hole_TK & (nth_hole_TK >= (~taken_TE).sum(-1, keepdim=True))
     index_TK = torch.where(hole_TK, ranked_TE.gather(1, nth_hole_TK), call.index_TK)
+    index_TK = index_TK.masked_fill(empty_TK, choice_TE.shape[1])
     log_p_TE = _log_scores(call.convention, call.logits_TE)
-    return Selection(call, blocked_E, unavailable_TE, index_TK, hole_TK, choice_TE, log_p_TE)
+    return Selection(call, blocked_E, unavailable_TE, index_TK, hole_TK, empty_TK, choice_TE, log_p_TE)
 
 
 def _log_scores(convention: Convention, logits_TE: Tensor) -> Tensor:
     logits64_TE = logits_TE.double()
-    if convention.score == "sigmoid":
+    if convention.score in {"sigmoid", "selected_sigmoid"}:
         return torch.nn.functional.logsigmoid(logits64_TE)
+    if convention.score == "sqrtsoftplus":
+        # softplus(x) is e^x to the last place far below zero, where it would underflow.
+        low_TE = logits64_TE < -50.0
+        log_softplus_TE = torch.nn.functional.softplus(logits64_TE.clamp(min=-50.0)).log()
+        return torch.where(low_TE, logits64_TE, log_softplus_TE) / 2
     return torch.log_softmax(logits64_TE, dim=-1)
 
 
 def _log_sum(convention: Convention, log_p_TK: Tensor) -> Tensor:
-    """log of the sum that a renormalising router divides by, its epsilon included ([T, 1])."""
+    """log of the sum that a renormalising router divides by, its epsilon and floor included ([T, 1])."""
     total_T1 = log_p_TK.logsumexp(-1, keepdim=True)
+    if convention.floor:
+        total_T1 = total_T1.clamp(min=math.log(convention.floor))
     if not convention.epsilon:
         return total_T1
     return torch.logaddexp(total_T1, torch.full_like(total_T1, math.log(convention.epsilon)))
@@ -250,8 +345,8 @@ def _log_z_keep(selection: Selection) -> Tensor:
 def _log_z_renorm(selection: Selection) -> Tensor:
     convention, log_p_TE = selection.call.convention, selection.log_p_TE
     if convention.renormalised:
-        return _log_sum(convention, log_p_TE.gather(1, selection.index_TK))
-    if convention.score == "sigmoid":
+        return _log_sum(convention, selection.log_p_of_slots())
+    if not convention.simplex:
         return _log_z_keep(selection)
     left_T1 = log_p_TE.masked_fill(selection.blocked_E, _NEVER).logsumexp(-1, keepdim=True)
     return left_T1 - log_p_TE.logsumexp(-1, keepdim=True)
@@ -301,13 +396,30 @@ def gates_of(selection: Selection, scale: Scale) -> Tensor:
     was in D, the router's own gate is returned bit for bit; with nothing blocked that is every slot.
     """
     call = selection.call
+    if call.convention.score == "sparsemixer":
+        return _sparsemixer_gates(selection, scale)
     log_z_T1 = log_normaliser(selection, scale)
-    gates_TK = (selection.log_p_TE.gather(1, selection.index_TK) - log_z_T1).exp() * call.convention.factor
+    gates_TK = (selection.log_p_of_slots() - log_z_T1).exp() * call.convention.factor
+    if call.expert_scale_E is not None:
+        gates_TK = gates_TK * call.expert_scale_E.double()[selection.index_TK.clamp(max=len(call.expert_scale_E) - 1)]
+    # Where nobody is left, Z may be zero too.
+    gates_TK = gates_TK.masked_fill(selection.empty_TK, 0.0)
     untouched_TK = ~selection.hole_TK & (log_z_T1 == _log_z_keep(selection))
     return torch.where(untouched_TK, call.gates_TK, gates_TK.to(call.gates_TK.dtype))
 
 
-def reroute(call: RouterCall, blocked_E: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+def _sparsemixer_gates(selection: Selection, scale: Scale) -> Tensor:
+    """The router's own code among the survivors, each gate put where S holds its expert ([T, 2])."""
+    scale.resolve(selection.call.convention)
+    call = selection.call
+    index_TK, gates_TK = _sparsemixer(call.convention, call.logits_TE.masked_fill(selection.blocked_E, _NEVER))
+    same_TKK = selection.index_TK.unsqueeze(-1) == index_TK.unsqueeze(1)
+    # One match per slot, or none in an empty one: a choice, not a sum.
+    own_TK = gates_TK.gather(1, same_TKK.int().argmax(-1))
+    return own_TK.masked_fill(~same_TKK.any(-1), 0.0).to(call.gates_TK.dtype)
+
+
+def reroute(call: RouterCall, blocked_E: Tensor, scale: Scale, policy: GroupPolicy = "frozen") -> tuple[Tensor, Tensor]:
     """S and its gates: refill the slots of blocked experts, and scale every gate as `scale` says ([T, K] each)."""
-    selection = select_survivors(call, blocked_E)
+    selection = select_survivors(call, blocked_E, policy)
     return selection.index_TK, gates_of(selection, scale)
