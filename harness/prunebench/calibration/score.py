@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from prunebench.calibration.statistics import BUILT_IN, Count, Statistic
 from prunebench.calibration.text import CalibrationTokens
@@ -22,7 +23,7 @@ from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
 
-__all__ = ["ScoreResult", "score_pass", "with_built_in"]
+__all__ = ["ScoreResult", "batches_of", "check_slots", "score_pass", "with_built_in"]
 
 Progress = Callable[[int, int], None]
 
@@ -91,6 +92,26 @@ def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
     return tuple(named.values())
 
 
+def batches_of(tokens: CalibrationTokens, batch_tokens: int) -> tuple[Tensor, ...]:
+    """The ids of each forward, [rows, L]: as many whole blocks as hold `batch_tokens` tokens, the last with the rest.
+
+    Every pass over a text cuts it so: outputs are equal bit for bit only for one batch composition.
+    """
+    return tuple(tokens.ids_BL.split(max(1, batch_tokens // tokens.ids_BL.shape[1])))
+
+
+def check_slots(layer: MoELayer, statistics: Mapping[str, Statistic], tokens: int) -> None:
+    """Raise unless the layer filled exactly k slots per token; `statistics` holds a finished `Count`.
+
+    Identity experts, where there are some, may have answered the slots that are missing.
+    """
+    slots = int(statistics[Count.name].value().sum())
+    if slots > layer.top_k * tokens or (slots < layer.top_k * tokens and not layer.convention.identities):
+        raise IntegrityError(
+            f"{slots} slots for {tokens} tokens", where=layer.name, expected=f"k = {layer.top_k} slots per token"
+        )
+
+
 def score_pass(
     moe: MoEModel,
     tokens: CalibrationTokens,
@@ -110,7 +131,15 @@ def score_pass(
 
     Raises:
         IntegrityError: if a layer did not fill exactly k slots per token.
+        UsageError: a statistic that needs another visit.
     """
+    for statistic in statistics:
+        if statistic.after:
+            raise UsageError(
+                f"statistic {statistic.name!r} comes after {', '.join(statistic.after)}",
+                where="a score pass, which sees the text once",
+                fix="measure it in a fit pass",
+            )
     if Count.name not in {statistic.name for statistic in statistics}:
         statistics = (*statistics, Count())
     layers: dict[int, dict[str, Statistic]] = {}
@@ -123,10 +152,9 @@ def score_pass(
         for statistic in layers[layer.index].values():
             statistic.update(batch)
 
-    rows = max(1, batch_tokens // tokens.ids_BL.shape[1])
     done = 0
     with torch.inference_mode(), Instrument(moe, observer=observe):
-        for ids_BL in tokens.ids_BL.split(rows):
+        for ids_BL in batches_of(tokens, batch_tokens):
             moe.model(input_ids=ids_BL.to(moe.input_device), use_cache=False, logits_to_keep=1)
             done += ids_BL.shape[0]
             if progress is not None:
@@ -135,9 +163,5 @@ def score_pass(
     for layer in moe.layers:
         for statistic in layers[layer.index].values():
             statistic.to_host()
-        slots = int(layers[layer.index][Count.name].value().sum())
-        if slots != layer.top_k * total:
-            raise IntegrityError(
-                f"{slots} slots for {total} tokens", where=layer.name, expected=f"k = {layer.top_k} slots per token"
-            )
+        check_slots(layer, layers[layer.index], total)
     return ScoreResult(total, layers)
