@@ -22,6 +22,7 @@ from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
+from prunebench.moe.decoder import LAST_TOKEN
 
 __all__ = ["ScoreResult", "batches_of", "check_slots", "score_pass", "with_built_in"]
 
@@ -155,7 +156,7 @@ def score_pass(
     done = 0
     with torch.inference_mode(), Instrument(moe, observer=observe):
         for ids_BL in batches_of(tokens, batch_tokens):
-            moe.model(input_ids=ids_BL.to(moe.input_device), use_cache=False, logits_to_keep=1)
+            moe.model(input_ids=ids_BL.to(moe.input_device), use_cache=False, logits_to_keep=LAST_TOKEN)
             done += ids_BL.shape[0]
             if progress is not None:
                 progress(done, tokens.ids_BL.shape[0])

@@ -35,7 +35,7 @@ from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import canonical_json, write_atomically
 from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel, TokenBatch
-from prunebench.moe.decoder import Batch, Proof, prove
+from prunebench.moe.decoder import LAST_TOKEN, Batch, Proof, prove
 
 __all__ = [
     "Checkpoint",
@@ -473,7 +473,7 @@ class _Engine:
         """Decoder layers `first` to `last` on one batch, or the whole forward if there is no telling layers apart."""
         sent = self._sent(batch)
         if self.stack is None:
-            self.moe.model(**sent, use_cache=False, logits_to_keep=1)
+            self.moe.model(**sent, use_cache=False, logits_to_keep=LAST_TOKEN)
             return torch.empty(0)
         hidden = None if self._inputs is None else self._inputs.read(number)
         return self.stack.run(sent, first, last, hidden)

@@ -25,9 +25,13 @@ from torch import Tensor, nn
 from prunebench.errors import IntegrityError
 from prunebench.moe.layer import MoEModel
 
-__all__ = ["DecoderStack", "Proof", "prove"]
+__all__ = ["LAST_TOKEN", "DecoderStack", "Proof", "prove"]
 
 Batch = Mapping[str, Tensor]
+
+# `logits_to_keep` where nobody wants logits. As an index: told the number 1, Gemma-4 drops the other tokens' hidden
+# states in the layers that share keys and values.
+LAST_TOKEN = torch.tensor([-1])
 
 # What a layer raises that misses something which another layer should have left for it.
 _SAYS_NO = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -237,7 +241,7 @@ def _trace(model: Any, layers: tuple[nn.Module, ...], batch: Batch) -> _Trace:
     with ExitStack() as undo:
         for position, layer in enumerate(layers):
             undo.callback(layer.register_forward_hook(note(position)).remove)
-        model(**batch, use_cache=False, logits_to_keep=1)
+        model(**batch, use_cache=False, logits_to_keep=LAST_TOKEN)
     return trace
 
 
