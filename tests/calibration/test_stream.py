@@ -478,6 +478,30 @@ def test_a_router_that_does_not_run_as_a_module_is_an_error():
         fit_pass(moe, tokens(), [Count()])
 
 
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_layer_that_works_in_place_spoils_no_buffer(place):
+    moe = open_model(random_model("olmoe", num_hidden_layers=3))
+    layers = moe.model.model.layers
+    native = type(layers[1]).forward
+    layers[1].forward = types.MethodType(
+        lambda self, hidden, **kwargs: native(self, hidden.mul_(2), **kwargs), layers[1]
+    )
+
+    def work(visit):
+        shown: list[list[str]] = [[], []]
+        for one in shown:
+            visit.observe(lambda batch, one=one: one.append(digest(batch)))
+        assert shown[0] == shown[1]
+        return everything(visit)
+
+    result = stream_layers(moe, batches(), work, buffers=place)
+    assert result.proof.streamed
+    for index, statistics in observed(moe, batches()).items():
+        for name, statistic in statistics.items():
+            for part, value in statistic.state.items():
+                assert torch.equal(result.layers[index][f"{name}/{part}"], value)
+
+
 # --- killed and resumed
 
 
