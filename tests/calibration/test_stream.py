@@ -139,6 +139,19 @@ def test_every_layer_called_alone_gives_the_full_forwards_hidden_states(family):
     assert untouched(moe)
 
 
+def test_hooks_of_others_see_the_layers_true_input():
+    moe = opened("olmoe")
+    batch = batches()[0]
+    stack, _ = prove(moe, batch)
+    seen: list[torch.Tensor] = []
+    handle = stack.layers[1].register_forward_pre_hook(lambda _layer, args: seen.append(args[0].clone()))
+    with torch.inference_mode():
+        after = stack.run(batch, 0, 0)
+        stack.run(batch, 1, 1, after)
+    handle.remove()
+    assert torch.equal(seen[0], after)
+
+
 @pytest.mark.parametrize("family", OBSERVABLE)
 def test_statistics_are_the_score_passs_bit_for_bit(family):
     moe = opened(family)
