@@ -25,8 +25,8 @@ _RULES: Final = tuple(
     for part, pattern in (
         ("shared", r"shared_expert|shared_mlp"),
         ("experts", r"\.experts\.|block_sparse_moe\.(input|output)_linear"),
-        ("router", r"\.gate\.weight|\.router\.|e_score_correction_bias"),
-        ("attention", r"self_attn"),
+        ("router", r"\.gate\.(wg\.)?weight|\.gate\.bias|\.router\.|e_score_correction_bias|\.expert_bias"),
+        ("attention", r"self_attn|linear_attn|\.attn\.|\.attention\."),
         ("embeddings", r"embed_tokens|lm_head"),
     )
 )
@@ -162,15 +162,25 @@ def pruned_bytes(
         by_layer.setdefault(_layer_of(name), {})[name] = tensor
     for layer in mask.layers:
         own = by_layer.get(layer.index, {})
-        sizes = _expert_sizes(own, layer.experts, where=f"layer {layer.index}")
+        identities = _identities(own, layer.experts)
+        sizes = _expert_sizes(own, layer.experts, identities, where=f"layer {layer.index}")
         parts["experts"] -= sizes * len(layer.pruned)
         if not keep_router_rows:
-            parts["router"] -= sum(_router_rows(own, layer.experts)) * len(layer.pruned)
+            parts["router"] -= sum(_router_rows(own, layer.experts + identities)) * len(layer.pruned)
     result["total"] = sum(parts.values())
     return result
 
 
-def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, *, where: str) -> int:
+def _identities(tensors: Mapping[str, Tensor], experts: int) -> int:
+    """Identity experts of a layer: LongCat-Flash saves a slice for each that nobody reads, and no down projection."""
+    found: dict[int, list[str]] = {}
+    for name in tensors:
+        if (match := _EXPERT.search(name)) and int(match[1]) >= experts:
+            found.setdefault(int(match[1]), []).append(name)
+    return sum(not any(".down_proj" in name or ".w2" in name for name in names) for names in found.values())
+
+
+def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, identities: int, *, where: str) -> int:
     """Bytes of one expert of a layer, whichever way the experts are laid out: one by one, or stacked on dimension 0."""
     single = dict.fromkeys(range(experts), 0)
     stacked = 0
@@ -186,7 +196,7 @@ def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, *, where: str) ->
             stacked += tensor.bytes // experts
         elif int(match[1]) in single:
             single[int(match[1])] += tensor.bytes
-        else:
+        elif int(match[1]) >= experts + identities:
             raise UsageError(f"the weights hold expert {match[1]}", where=where, expected=f"{experts} experts")
     if len(set(single.values())) > 1:
         raise UsageError("experts of unequal size", where=where, expected=f"{experts} equal experts")
@@ -197,7 +207,10 @@ def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, *, where: str) ->
 
 
 def _router_rows(tensors: Mapping[str, Tensor], experts: int) -> Iterator[int]:
-    """Bytes per expert of each router tensor that has one row per expert."""
+    """Bytes per choice of each router tensor that has one entry for each."""
     for name, tensor in tensors.items():
-        if part_of(name) == "router" and tensor.shape and tensor.shape[0] == experts:
+        # Gemma-4 scales the router's input by `router.scale`, which may happen to be as long.
+        if part_of(name) != "router" or name.endswith(".router.scale"):
+            continue
+        if tensor.shape[:1] == (experts,) or tensor.shape == (1, experts):
             yield tensor.bytes // experts

@@ -12,6 +12,7 @@ from prunebench.errors import UsageError
 from prunebench.install import installed, remove_experts, slice_model
 from prunebench.moe import Instrument, load_model, open_model
 from prunebench.routing.convention import reach
+from prunebench.storage import measured, pruned_bytes, read_headers
 from prunebench.testing import FAMILIES, random_model
 from prunebench.testing.families import half_of, logits_of, policy_of, reloaded, removed, renorm_plan
 
@@ -62,6 +63,15 @@ def test_a_saved_model_loads_in_a_fresh_process_with_the_same_bits(saved, family
     _, before, after = saved
     assert after[family]["info"] == {}
     assert torch.equal(after[family]["logits"], before[family])
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNEQUAL])
+def test_the_saved_bytes_are_the_predicted_ones_part_by_part(saved, family, tmp_path):
+    root, _, _ = saved
+    model = random_model(family)
+    model.save_pretrained(tmp_path)
+    mask = half(open_model(model, probe_tokens=16))
+    assert pruned_bytes(tmp_path, mask) == measured(read_headers(root / family))
 
 
 def test_what_a_config_cannot_say_is_refused_before_anything_is_cut():

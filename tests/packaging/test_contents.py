@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import prunebench
+from prunebench.testing import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 CONTENT = [*sorted((ROOT / "methods").glob("*.py")), *sorted((ROOT / "suites").glob("*.py"))]
@@ -49,3 +50,11 @@ def test_every_third_party_import_of_the_package_is_a_declared_dependency():
     needed = {DISTRIBUTION_OF.get(top, top).replace("_", "-"): file for top, file in third_party.items()}
     missing = {name: file for name, file in needed.items() if name not in declared}
     assert not missing, f"not declared in pyproject.toml: {missing}"
+
+
+def test_the_page_of_families_names_every_family_and_every_column_of_its_command():
+    text = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {row.split("|")[1].strip() for row in rows[2:]} == set(FAMILIES)
+    reasons = set(re.findall(r"\[(\d+)\]", text))
+    assert reasons == set(re.findall(r"^(\d+)\. \S", text, flags=re.MULTILINE)), "every no has its reason"

@@ -27,7 +27,7 @@ from prunebench.routing import (
     reroute,
     scores_and_choice,
 )
-from prunebench.testing import CORE, random_ids, random_model
+from prunebench.testing import CORE, FAMILIES, random_ids, random_model
 
 # Each example builds and runs models; the rules on tensors alone afford the profile's own number.
 few = settings(max_examples=max(4, settings().max_examples // 5))
@@ -192,13 +192,20 @@ def test_relabelling_experts_relabels_the_routing(case, random, scale):
 
 # ---------------------------------------------------------------------------------------------- on whole tiny models
 
+GROUPED = {"deepseek_v2.groups", "deepseek_v3.groups", "bailing_hybrid"}
+# Statistics are of un-weighted outputs, which gates on the input do not have.
+OBSERVED = tuple(name for name in FAMILIES if name != "llama4")
+# Sparsemixer has one scale.
+SCALED = tuple(name for name in FAMILIES if name != "phimoe")
+
 
 @st.composite
-def models(draw, *, families=tuple(CORE)):
+def models(draw, *, families=tuple(FAMILIES)):
     """An opened tiny model: family, kernel, weights, E and k vary."""
     family = draw(st.sampled_from(families))
-    grouped = family.endswith("groups")
-    top_k = draw(st.sampled_from([2, 4] if grouped else [1, 2, 4]))
+    grouped = family in GROUPED
+    # LongCat-Flash's own code fails for one slot.
+    top_k = draw(st.sampled_from([2, 4] if grouped or family == "longcat_flash" else [1, 2, 4]))
     experts = draw(st.sampled_from([8, 16] if grouped else [8, 12, 16]))
     kernel = draw(st.sampled_from(["eager", "grouped_mm"]))
     seed = draw(st.integers(0, 1000))
@@ -231,7 +238,12 @@ def logits(moe, **options) -> torch.Tensor:
 def test_masked_equals_removed(data):
     moe = data.draw(models())
     mask = data.draw(masks(moe))
-    scale = data.draw(st.sampled_from(["keep", "renorm", "interp:0.25", "ref:1", "zero"]))
+    kinds = moe.convention.scales
+    scale = data.draw(
+        st.sampled_from(
+            [*(x for x in ("keep", "renorm", "interp:0.25", "ref:1") if Scale.parse(x).kind in kinds), "zero"]
+        )
+    )
     operator = load_method("zero") if scale == "zero" else load_method("reroute", {"scale": scale})
     plan = make_plan(moe, mask, operator, None)
     with installed(moe, plan):
@@ -252,13 +264,14 @@ def test_a_constant_of_zero_equals_zero(data):
         with Instrument(moe, programs):
             return logits(moe)
 
-    assert torch.equal(run(Constant.of(torch.zeros(32))), run(Zero(32)))
+    width = moe.layers[0].width
+    assert torch.equal(run(Constant.of(torch.zeros(width))), run(Zero(width)))
 
 
 @few
 @given(st.data())
 def test_interp_equals_its_ends_in_the_logits_bit_for_bit(data):
-    moe = data.draw(models())
+    moe = data.draw(models(families=SCALED))
     mask = data.draw(masks(moe))
 
     def run(scale):
@@ -289,7 +302,7 @@ def statistics(moe, ids_BL, batch_tokens=10_000):
 @few
 @given(st.data())
 def test_statistics_of_split_streams_merge_to_those_of_one(data):
-    moe = data.draw(models())
+    moe = data.draw(models(families=OBSERVED))
     ids = random_ids(5, 8, seed=data.draw(st.integers(0, 100)))
     cut = data.draw(st.integers(1, 4))
     whole, first, second = (statistics(moe, part, batch_tokens=8) for part in (ids, ids[:cut], ids[cut:]))

@@ -219,9 +219,9 @@ def damaged(model: str, folder: Path, what: str) -> str:
             vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
         ).save_pretrained(copy)
     elif what == "unknown router":
-        from transformers import MixtralConfig
+        from transformers import Cohere2MoeConfig
 
-        MixtralConfig(
+        Cohere2MoeConfig(
             vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
         ).save_pretrained(copy)
     return str(copy)
@@ -237,7 +237,7 @@ def damaged(model: str, folder: Path, what: str) -> str:
         ("config not JSON", "config cannot be read"),
         ("unknown architecture", "config cannot be read"),
         ("dense", "MoE"),
-        ("unknown router", "router|MoE"),
+        ("unknown router", "unknown router Cohere2MoeTopKRouter"),
     ],
 )
 def test_a_folder_that_is_no_moe_checkpoint_is_one_line(what, says, spec, model, tmp_path):

@@ -24,7 +24,7 @@ from prunebench.mask import write_atomically
 from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
 from prunebench.moe.decoder import LAST_TOKEN
 
-__all__ = ["ScoreResult", "batches_of", "check_slots", "score_pass", "with_built_in"]
+__all__ = ["ScoreResult", "batches_of", "check_slots", "identity_slots", "score_pass", "with_built_in"]
 
 Progress = Callable[[int, int], None]
 
@@ -101,13 +101,22 @@ def batches_of(tokens: CalibrationTokens, batch_tokens: int) -> tuple[Tensor, ..
     return tuple(tokens.ids_BL.split(max(1, batch_tokens // tokens.ids_BL.shape[1])))
 
 
-def check_slots(layer: MoELayer, statistics: Mapping[str, Statistic], tokens: int) -> None:
-    """Raise unless the layer filled exactly k slots per token; `statistics` holds a finished `Count`.
+def identity_slots(batch: TokenBatch, experts: int, identities: int) -> Tensor | int:
+    """Slots of identity experts: they belong to none of the E experts, and are slots all the same."""
+    return (batch.index_TK >= experts).sum() if identities else 0
 
-    Identity experts, where there are some, may have answered the slots that are missing.
+
+def check_slots(layer: MoELayer, statistics: Mapping[str, Statistic], tokens: int, beside: int) -> None:
+    """Raise unless the layer filled exactly k slots per token.
+
+    Args:
+        layer: the layer.
+        statistics: with a finished `Count` among them.
+        tokens: T.
+        beside: slots of identity experts.
     """
-    slots = int(statistics[Count.name].value().sum())
-    if slots > layer.top_k * tokens or (slots < layer.top_k * tokens and not layer.convention.identities):
+    slots = int(statistics[Count.name].value().sum()) + beside
+    if slots != layer.top_k * tokens:
         raise IntegrityError(
             f"{slots} slots for {tokens} tokens", where=layer.name, expected=f"k = {layer.top_k} slots per token"
         )
@@ -149,7 +158,10 @@ def score_pass(
         for statistic in layers[layer.index].values():
             statistic.start(layer.expert_count, layer.width, layer.device)
 
+    beside = {layer.index: torch.zeros((), dtype=torch.int64, device=layer.device) for layer in moe.layers}
+
     def observe(layer: MoELayer, batch: TokenBatch) -> None:
+        beside[layer.index] += identity_slots(batch, layer.expert_count, layer.convention.identities)
         for statistic in layers[layer.index].values():
             statistic.update(batch)
 
@@ -164,5 +176,5 @@ def score_pass(
     for layer in moe.layers:
         for statistic in layers[layer.index].values():
             statistic.to_host()
-        check_slots(layer, layers[layer.index], total)
+        check_slots(layer, layers[layer.index], total, int(beside[layer.index]))
     return ScoreResult(total, layers)

@@ -22,14 +22,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from prunebench.calibration.score import ScoreResult, batches_of, check_slots
+from prunebench.calibration.score import ScoreResult, batches_of, check_slots, identity_slots
 from prunebench.calibration.statistics import Count, Statistic
 from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
@@ -300,9 +300,11 @@ def fit_pass(
 
     def work(visit: LayerVisit) -> Kept:
         chosen = None if experts is None else experts[visit.layer.index]
-        measured = visit.measure(statistics, experts=chosen)
+        beside = _Beside(visit.layer.convention.identities)
+        measured = visit.measure((*statistics, beside), experts=chosen)
+        slots = measured.pop(beside.name).value()
         if experts is None:
-            check_slots(visit.layer, measured, visit.tokens)
+            check_slots(visit.layer, measured, visit.tokens, slots)
         return {f"{name}/{part}": value for name, one in measured.items() for part, value in one.state.items()}
 
     result = stream_layers(
@@ -317,6 +319,33 @@ def fit_pass(
     )
     layers = {index: _restored(statistics, kept) for index, kept in result.layers.items()}
     return FitResult(ScoreResult(result.tokens, layers), result.proof, result.resumed)
+
+
+class _Beside(Statistic):
+    """Slots of identity experts, which are beside the others'.
+
+    Args:
+        identities: how many such experts there are.
+    """
+
+    name = "slots of identity experts"
+
+    def __init__(self, identities: int) -> None:
+        super().__init__()
+        self.identities = identities
+
+    def start(self, experts: int, width: int, device: torch.device) -> None:
+        """At zero."""
+        self.experts = experts
+        self.state = {"slots": torch.zeros((), dtype=torch.int64, device=device)}
+
+    def update(self, batch: TokenBatch) -> None:
+        """Count."""
+        self.state["slots"] += identity_slots(batch, self.experts, self.identities)
+
+    def value(self) -> int:
+        """How many."""
+        return int(self.state["slots"])
 
 
 class _Engine:

@@ -282,6 +282,8 @@ def _blocks(model: nn.Module) -> Iterator[MoELayer]:
         if not isinstance(top_k, int):
             raise UsageError("cannot tell top-k", where=where, expected=f"router.{row.top_k}")
         count = int(getattr(experts, layout.count))
+        if layout.takes == "two slots" and top_k < 2:
+            raise UsageError(f"{type(experts).__name__} cannot run top-{top_k}", where=where, expected="top-2 or more")
         layer = MoELayer(name, index, block, router, experts, row, convention, layout, count, top_k)
         _check_lengths(layer, where)
         if convention.groups is not None:

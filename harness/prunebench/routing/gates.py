@@ -227,6 +227,10 @@ def native_gates(
         return torch.softmax(logits_TE.gather(1, index_TK), dim=-1)
     if convention.score == "sparsemixer":
         return _sparsemixer(convention, logits_TE)[1]
+    if convention.groups is not None and convention.groups.score == "max":
+        # Such a router (DeepSeek-V2) weighs by the scores that it has written 0 over: where those inside the groups
+        # underflow, it may select an expert from outside, at gate 0.
+        scores_TE = scores_TE.masked_fill(~_eligible(convention.groups, scores_TE), convention.groups.outside)
     gates_TK = scores_TE.gather(1, index_TK)
     if convention.renormalised:
         total_T1 = gates_TK.sum(dim=-1, keepdim=True)
@@ -282,9 +286,10 @@ class Selection:
     log_p_TE: Tensor
 
     def log_p_of_slots(self) -> Tensor:
-        """log p of S, -inf in empty slots ([T, K])."""
-        last = self.log_p_TE.shape[1] - 1
-        return self.log_p_TE.gather(1, self.index_TK.clamp(max=last)).masked_fill(self.empty_TK, _NEVER)
+        """log p of S; -inf in empty slots, and for members of D from outside the groups, whose gate is 0 ([T, K])."""
+        index_TK = self.index_TK.clamp(max=self.log_p_TE.shape[1] - 1)
+        nothing_TK = self.empty_TK | self.unavailable_TE.gather(1, index_TK)
+        return self.log_p_TE.gather(1, index_TK).masked_fill(nothing_TK, _NEVER)
 
 
 def select_survivors(call: RouterCall, blocked_E: Tensor, policy: GroupPolicy = "frozen") -> Selection:
@@ -292,17 +297,14 @@ def select_survivors(call: RouterCall, blocked_E: Tensor, policy: GroupPolicy = 
 
     Members of D that are in S keep their slots: all that are routable, but for groups chosen anew. Promoted experts
     fill the holes in slot order, best choice first, ties to the lowest id. With groups, the groups are those of the
-    policy. `Mask.check_fits` leaves enough routable experts to
-    fill every hole; where a caller went without it, what cannot be filled is empty, and no id is repeated.
+    policy. `Mask.check_fits` leaves enough routable experts to fill every hole; where a caller went without it, what
+    cannot be filled is empty, and no id is repeated.
     """
     _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
     unavailable_TE = _unavailable(call, choice_TE, blocked_E, policy)
     hole_TK = blocked_E[call.index_TK]
     if policy == "reselect" and call.convention.groups is not None:
-        # A group that was not chosen before may hold better experts than some members of D; at a tie, D stays.
-        rest_TE = choice_TE.masked_fill(unavailable_TE, _NEVER)
-        last_T1 = rest_TE.topk(call.index_TK.shape[1], dim=-1)[0][:, -1:]
-        hole_TK = unavailable_TE.gather(1, call.index_TK) | (rest_TE.gather(1, call.index_TK) < last_T1)
+        hole_TK = ~_stays(call.index_TK, choice_TE.masked_fill(unavailable_TE, _NEVER))
     taken_TE = unavailable_TE.scatter(1, call.index_TK, value=True)
     ranked_TE = _ranked(call, choice_TE, taken_TE)
     nth_hole_TK = (hole_TK.cumsum(-1) - 1).clamp_(min=0)
@@ -311,6 +313,19 @@ def select_survivors(call: RouterCall, blocked_E: Tensor, policy: GroupPolicy = 
     index_TK = index_TK.masked_fill(empty_TK, choice_TE.shape[1])
     log_p_TE = _log_scores(call.convention, call.logits_TE)
     return Selection(call, blocked_E, unavailable_TE, index_TK, hole_TK, empty_TK, choice_TE, log_p_TE)
+
+
+def _stays(index_TK: Tensor, rest_TE: Tensor) -> Tensor:
+    """Which members of D are among the k best of what is left, where that may hold better experts ([T, K] bool).
+
+    Of members that tie with the k-th best, as many as there is room for after all that are better, in slot order.
+    """
+    slots = index_TK.shape[1]
+    last_T1 = rest_TE.topk(slots, dim=-1)[0][:, -1:]
+    mine_TK = rest_TE.gather(1, index_TK)
+    room_T1 = slots - (rest_TE > last_T1).sum(-1, keepdim=True)
+    tied_TK = (mine_TK == last_T1) & (mine_TK != _NEVER)
+    return (mine_TK > last_T1) | (tied_TK & (tied_TK.cumsum(-1) <= room_T1))
 
 
 def _log_scores(convention: Convention, logits_TE: Tensor) -> Tensor:
@@ -356,8 +371,10 @@ def _log_z_interp(selection: Selection, alpha: float) -> Tensor:
     keep_T1, renorm_T1 = _log_z_keep(selection), _log_z_renorm(selection)
     if alpha == 1.0:
         return renorm_T1
-    # Written so that equal ends give their common value bit for bit.
-    return keep_T1 + torch.log1p(alpha * torch.expm1(renorm_T1 - keep_T1))
+    # Written so that equal ends give their common value bit for bit, and that no ratio of the ends overflows.
+    apart_T1 = renorm_T1 - keep_T1
+    above_T1 = apart_T1 + torch.log1p((1 - alpha) * torch.expm1(-apart_T1))
+    return keep_T1 + torch.where(apart_T1 > 0, above_T1, torch.log1p(alpha * torch.expm1(apart_T1)))
 
 
 def _log_z_ref(selection: Selection, k2: int) -> Tensor:
