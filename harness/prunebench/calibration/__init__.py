@@ -1,4 +1,8 @@
-"""Calibration: which text (`text`), what is measured on it (`statistics`), and the pass that measures (`score`)."""
+"""Calibration: which text (`text`), what is measured on it (`statistics`), and the passes that measure.
+
+The score pass (`score`) sees every layer at once, in one plain forward; the fit pass (`stream`) one layer after the
+other, as often as needed.
+"""
 
 from prunebench.calibration.score import ScoreResult, score_pass
 from prunebench.calibration.statistics import (
@@ -11,20 +15,36 @@ from prunebench.calibration.statistics import (
     OutputMoments,
     Statistic,
 )
+from prunebench.calibration.stream import (
+    Checkpoint,
+    FitResult,
+    LayerVisit,
+    StreamResult,
+    fit_pass,
+    only_experts,
+    stream_layers,
+)
 from prunebench.calibration.text import CalibrationSpec, CalibrationTokens, tokens_of
 
 __all__ = [
     "CalibrationSpec",
     "CalibrationTokens",
+    "Checkpoint",
     "Count",
+    "FitResult",
     "GateNormSum",
     "GateSquaredNormSquaredSum",
     "GateSum",
+    "LayerVisit",
     "Moments",
     "NormSum",
     "OutputMoments",
     "ScoreResult",
     "Statistic",
+    "StreamResult",
+    "fit_pass",
+    "only_experts",
     "score_pass",
+    "stream_layers",
     "tokens_of",
 ]

@@ -15,14 +15,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from prunebench.calibration.statistics import BUILT_IN, Count, Statistic
 from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
+from prunebench.moe.decoder import LAST_TOKEN
 
-__all__ = ["ScoreResult", "score_pass", "with_built_in"]
+__all__ = ["ScoreResult", "batches_of", "check_slots", "identity_slots", "score_pass", "with_built_in"]
 
 Progress = Callable[[int, int], None]
 
@@ -91,6 +93,35 @@ def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
     return tuple(named.values())
 
 
+def batches_of(tokens: CalibrationTokens, batch_tokens: int) -> tuple[Tensor, ...]:
+    """The ids of each forward, [rows, L]: as many whole blocks as hold `batch_tokens` tokens, the last with the rest.
+
+    Every pass over a text cuts it so: outputs are equal bit for bit only for one batch composition.
+    """
+    return tuple(tokens.ids_BL.split(max(1, batch_tokens // tokens.ids_BL.shape[1])))
+
+
+def identity_slots(batch: TokenBatch, experts: int, identities: int) -> Tensor | int:
+    """Slots of identity experts: they belong to none of the E experts, and are slots all the same."""
+    return (batch.index_TK >= experts).sum() if identities else 0
+
+
+def check_slots(layer: MoELayer, statistics: Mapping[str, Statistic], tokens: int, beside: int) -> None:
+    """Raise unless the layer filled exactly k slots per token.
+
+    Args:
+        layer: the layer.
+        statistics: with a finished `Count` among them.
+        tokens: T.
+        beside: slots of identity experts.
+    """
+    slots = int(statistics[Count.name].value().sum()) + beside
+    if slots != layer.top_k * tokens:
+        raise IntegrityError(
+            f"{slots} slots for {tokens} tokens", where=layer.name, expected=f"k = {layer.top_k} slots per token"
+        )
+
+
 def score_pass(
     moe: MoEModel,
     tokens: CalibrationTokens,
@@ -110,7 +141,15 @@ def score_pass(
 
     Raises:
         IntegrityError: if a layer did not fill exactly k slots per token.
+        UsageError: a statistic that needs another visit.
     """
+    for statistic in statistics:
+        if statistic.after:
+            raise UsageError(
+                f"statistic {statistic.name!r} comes after {', '.join(statistic.after)}",
+                where="a score pass, which sees the text once",
+                fix="measure it in a fit pass",
+            )
     if Count.name not in {statistic.name for statistic in statistics}:
         statistics = (*statistics, Count())
     layers: dict[int, dict[str, Statistic]] = {}
@@ -119,20 +158,17 @@ def score_pass(
         for statistic in layers[layer.index].values():
             statistic.start(layer.expert_count, layer.width, layer.device)
 
-    # Slots of identity experts belong to no expert, and are slots all the same.
     beside = {layer.index: torch.zeros((), dtype=torch.int64, device=layer.device) for layer in moe.layers}
 
     def observe(layer: MoELayer, batch: TokenBatch) -> None:
-        if layer.convention.identities:
-            beside[layer.index] += (batch.index_TK >= layer.expert_count).sum()
+        beside[layer.index] += identity_slots(batch, layer.expert_count, layer.convention.identities)
         for statistic in layers[layer.index].values():
             statistic.update(batch)
 
-    rows = max(1, batch_tokens // tokens.ids_BL.shape[1])
     done = 0
     with torch.inference_mode(), Instrument(moe, observer=observe):
-        for ids_BL in tokens.ids_BL.split(rows):
-            moe.model(input_ids=ids_BL.to(moe.input_device), use_cache=False, logits_to_keep=1)
+        for ids_BL in batches_of(tokens, batch_tokens):
+            moe.model(input_ids=ids_BL.to(moe.input_device), use_cache=False, logits_to_keep=LAST_TOKEN)
             done += ids_BL.shape[0]
             if progress is not None:
                 progress(done, tokens.ids_BL.shape[0])
@@ -140,9 +176,5 @@ def score_pass(
     for layer in moe.layers:
         for statistic in layers[layer.index].values():
             statistic.to_host()
-        slots = int(layers[layer.index][Count.name].value().sum()) + int(beside[layer.index])
-        if slots != layer.top_k * total:
-            raise IntegrityError(
-                f"{slots} slots for {total} tokens", where=layer.name, expected=f"k = {layer.top_k} slots per token"
-            )
+        check_slots(layer, layers[layer.index], total, int(beside[layer.index]))
     return ScoreResult(total, layers)

@@ -10,6 +10,7 @@ T tokens, E experts, D width, S rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,10 +53,13 @@ class Statistic(ABC):
     A method names the statistics that it needs by returning fresh instances; the harness starts one per layer, updates
     it batch by batch, and hands its `value` to the method as `layer.stats[name]`. A method's own file may define more.
     The sufficient numbers live in `state`, float64 or int64 tensors; `merge` of two disjoint streams equals one stream.
+    One that needs others of the same layer to be finished names them in `after`: a fit pass then visits the layer once
+    more (`calibration.stream`); what `value` needs of theirs belongs into `state`.
     """
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
+    after: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
@@ -63,6 +67,10 @@ class Statistic(ABC):
     @abstractmethod
     def start(self, experts: int, width: int, device: torch.device) -> None:
         """Set `state` to that of an empty stream."""
+
+    def given(self, earlier: Mapping[str, Statistic]) -> None:
+        """Take what is needed of the finished statistics named in `after`; called between `start` and the visit."""
+        del earlier
 
     @abstractmethod
     def update(self, batch: TokenBatch) -> None:
