@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from prunebench.fit import PairMoments as PairMoments
     from prunebench.fit import Proxy as Proxy
     from prunebench.fit import Remap as Remap
+    from prunebench.fit import RoutedGrams as RoutedGrams
     from prunebench.fit import RoutedSamples as RoutedSamples
     from prunebench.fit import RoutedStates as RoutedStates
     from prunebench.fit import Spread as Spread
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from prunebench.loader import load_suite as load_suite
     from prunebench.mask import Budget as Budget
     from prunebench.mask import Mask as Mask
+    from prunebench.method import ExpertRows as ExpertRows
     from prunebench.method import LayerView as LayerView
     from prunebench.method import Method as Method
     from prunebench.method import Replacements as Replacements
@@ -91,6 +93,7 @@ _MODULE_OF = {
     "Count": "calibration",
     "Evaluation": "evaluate",
     "ExpertMoments": "fit",
+    "ExpertRows": "method",
     "Fill": "replacement",
     "Fitted": "fit",
     "GateNormSum": "calibration",
@@ -117,6 +120,7 @@ _MODULE_OF = {
     "PruneBenchError": "errors",
     "Remap": "fit",
     "Replacements": "method",
+    "RoutedGrams": "fit",
     "RoutedSamples": "fit",
     "RoutedStates": "fit",
     "Routing": "method",

@@ -7,32 +7,59 @@ A method is one file with one frozen dataclass. It returns data and never touche
 from __future__ import annotations
 
 import copy
+import dataclasses
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from prunebench.calibration import Statistic
+from prunebench.calibration import LayerVisit, Statistic, by_pass
 from prunebench.errors import UsageError
+from prunebench.fit import Fitted
 from prunebench.mask import Budget, LayerShape, Mask
-from prunebench.moe import MoELayer
-from prunebench.replacement import Fill
+from prunebench.moe import MoELayer, TokenBatch
+from prunebench.replacement import Fill, GatedWeights
 from prunebench.routing import Convention
 
-__all__ = ["LayerView", "Method", "Replacements", "Routing", "Statistics", "prune_lowest"]
+__all__ = ["ExpertRows", "LayerView", "Method", "Replacements", "Routing", "Statistics", "prune_lowest"]
 
 Float64 = npt.NDArray[np.float64]
 
+# Rows on which a gated expert is told from its formula: sizes at which a clamp of the expert's shows.
+_PROBE_SCALES = (1.0, 16.0, 128.0)
+
+
+class _Additive(Protocol):
+    def __add__(self, other: Self, /) -> Self: ...
+
+
+_Sum = TypeVar("_Sum", bound=_Additive)
+
 
 class Statistics(Mapping[str, Any]):
-    """The values a method declared, by statistic name; reading another one says which line is missing."""
+    """The values a method declared, by statistic name; reading another one says which line is missing.
 
-    def __init__(self, values: Mapping[str, Statistic], declared: Sequence[str], declared_in: str) -> None:
+    Args:
+        values: of a pass that serves many methods; each reader gets a copy.
+        declared: names that may be read.
+        declared_in: who declared them, for errors.
+        own: of a fit pass, for this reader and layer alone; read as they are, as they may be large.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Statistic],
+        declared: Sequence[str],
+        declared_in: str,
+        own: Mapping[str, Statistic] | None = None,
+    ) -> None:
         self._values, self._declared, self._declared_in = values, tuple(declared), declared_in
+        self._own = own or {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._declared:
@@ -42,6 +69,8 @@ class Statistics(Mapping[str, Any]):
                 expected=f"one of {', '.join(self._declared) or 'none'}",
                 fix=f"add the statistic named {name!r} to the tuple that {self._declared_in} returns",
             )
+        if name in self._own:
+            return self._own[name].value()
         if name not in self._values:
             raise UsageError(
                 f"statistic {name!r} was not measured", where=self._declared_in, fix="give the scores of a score pass"
@@ -49,11 +78,34 @@ class Statistics(Mapping[str, Any]):
         # A pass serves many methods: what one does to its arrays must not reach the next.
         return copy.deepcopy(self._values[name].value())
 
+    def with_own(self, own: Mapping[str, Statistic]) -> Statistics:
+        """The same with what a fit pass measured for this reader."""
+        return Statistics(self._values, self._declared, self._declared_in, own)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._declared)
 
     def __len__(self) -> int:
         return len(self._declared)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Some of one expert's routed tokens, as the unpruned model computed them.
+
+    Args:
+        expert: its id.
+        x_SD: its inputs.
+        y_SD: f(x), un-weighted.
+        gate_S: gates as applied.
+        block_S: calibration block of each token.
+    """
+
+    expert: int
+    x_SD: Tensor
+    y_SD: Tensor
+    gate_S: Tensor
+    block_S: Tensor
 
 
 @dataclass(frozen=True)
@@ -72,6 +124,17 @@ class LayerView:
     tokens: int
     stats: Statistics
     _layer: MoELayer = field(repr=False)
+    _visit: LayerVisit | None = field(default=None, repr=False)
+
+    def in_fit(self, own: Mapping[str, Statistic], tokens: int, visit: LayerVisit | None) -> LayerView:
+        """The view as `replace` has it in a fit pass.
+
+        Args:
+            own: statistics that the pass measured on this layer.
+            tokens: T, that each visit sees.
+            visit: the layer with the text before it, for a method that visits.
+        """
+        return dataclasses.replace(self, stats=self.stats.with_own(own), tokens=tokens, _visit=visit)
 
     @property
     def index(self) -> int:
@@ -102,12 +165,76 @@ class LayerView:
         ids_S = x_SD.new_full((x_SD.shape[0],), expert).long()
         return self._layer.run_experts(x_SD, ids_S).detach()
 
+    def gated(self, expert: int) -> GatedWeights:
+        """A copy of one expert's matrices, as the gated MLP that it was seen to be on random rows.
+
+        Raises:
+            UsageError: another layout, or the expert computes something else (a clamp, a bias, an unknown activation).
+        """
+        gated = GatedWeights.of(self.weights(expert), self._layer.activation or "silu")
+        generator = torch.Generator().manual_seed(0)
+        for scale in _PROBE_SCALES:
+            x_SD = scale * torch.randn(4, self.width, generator=generator)
+            x_SD = x_SD.to(gated.gate_FD)
+            y_SD = self.expert(expert, x_SD)
+            error = float((gated(x_SD) - y_SD).norm())
+            if not error <= torch.finfo(y_SD.dtype).eps ** 0.5 * float(y_SD.norm()):
+                raise UsageError(
+                    "the expert is not the gated MLP of its matrices",
+                    where=f"layer {self.index}, expert {expert}",
+                    expected=f"down·({gated.activation}(gate·x) ⊙ up·x)",
+                    fix="use an operator that does not read the matrices, such as constant or tilt",
+                )
+        return gated
+
+    def accumulate(self, experts: Sequence[int], measure: Callable[[ExpertRows], _Sum]) -> dict[int, _Sum]:
+        """Bring the text before this layer once more, and add up what is measured on each expert's rows.
+
+        Args:
+            experts: whose rows are shown.
+            measure: called with rows of one expert and one batch; its answers are added with `+`, in the text's order.
+
+        Returns:
+            By expert; one that no token was routed to is not there.
+
+        Raises:
+            UsageError: outside a fit pass, or if the method did not say that it visits.
+        """
+        if self._visit is None:
+            raise UsageError(
+                "the text is not at hand",
+                where=f"layer {self.index}",
+                expected="`replace` of an operator in a fit pass",
+                fix="write visits = True in the method's class, and fit it by plan.fit_plan or `prunebench run`",
+            )
+        total: dict[int, _Sum] = {}
+
+        def see(batch: TokenBatch) -> None:
+            for expert, start, end in batch.segments:
+                token_S = batch.token_S[start:end]
+                one = measure(
+                    ExpertRows(
+                        expert,
+                        batch.x_TD[token_S],
+                        batch.outputs_SD[start:end],
+                        batch.gates_S[start:end],
+                        batch.block_T[token_S],
+                    )
+                )
+                total[expert] = total[expert] + one if expert in total else one
+
+        self._visit.observe(see, experts=experts)
+        return total
+
 
 @dataclass(frozen=True)
 class Replacements:
-    """What stands for the pruned experts of one layer: a fill per id; an id without one cannot be routed to."""
+    """What stands for the pruned experts of one layer: a fill per id; an id without one cannot be routed to.
 
-    fills: Mapping[int, Fill] = field(default_factory=dict)
+    A `Fitted` is a fill too, and says what it was fitted on.
+    """
+
+    fills: Mapping[int, Fill | Fitted] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,6 +255,8 @@ class Method(ABC):
     name: ClassVar[str]
     version: ClassVar[int] = 1
     reference: ClassVar[str] = ""
+    visits: ClassVar[bool] = False
+    """Whether `replace` reads routed tokens by `LayerView.accumulate`."""
 
     def select_needs(self) -> tuple[Statistic, ...]:
         """Statistics that `select` reads, of every expert."""
@@ -164,6 +293,10 @@ class Method(ABC):
     def keeps_slots(cls) -> bool:
         """Whether the file defines fills."""
         return cls.replace is not Method.replace
+
+    def in_fit_pass(self) -> bool:
+        """Whether `replace` has to be asked layer by layer, in a fit pass."""
+        return self.visits or bool(by_pass(self.replace_needs())[1])
 
     def parameters(self) -> dict[str, Any]:
         """The dataclass fields, as recorded."""

@@ -1,14 +1,15 @@
 """A plan: everything a pruned model is, as data: the mask, the fills (class, JSON config, state) and the gate scales.
 
-`make_plan` asks a method's `replace` and `route` once; from then on only the plan matters. It is saved as one
-safetensors file with its description in the header, and what is installed is always built from that data.
+`make_plan`, or in a fit pass `fit_plan`, asks a method's `replace` and `route` once; from then on only the plan
+matters. It is saved as one safetensors file with its description in the header, and what is installed is always built
+from that data.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,18 +21,23 @@ from safetensors.torch import save
 from torch import Tensor
 
 from prunebench import replacement
-from prunebench.calibration import ScoreResult
+from prunebench.calibration import CalibrationTokens, LayerVisit, ScoreResult, by_pass, stream_layers
+from prunebench.calibration.score import batches_of
+from prunebench.calibration.stream import Buffers
+from prunebench.calibration.stream import Progress as StreamProgress
 from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.fit import Fitted
 from prunebench.loader import load_method_class, source_of
 from prunebench.mask import Mask, canonical_json, write_atomically
 from prunebench.method import LayerView, Method, Replacements, Routing, Statistics
 from prunebench.moe import MoEModel
+from prunebench.moe.decoder import Proof
 from prunebench.replacement import Fill
 from prunebench.routing import Scale
 
 _Answer = TypeVar("_Answer")
 
-__all__ = ["FillPlan", "LayerPlan", "Plan", "layer_views", "make_plan"]
+__all__ = ["FillPlan", "FittedPlan", "LayerPlan", "Plan", "fit_plan", "layer_views", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -208,28 +214,141 @@ def make_plan(
         UsageError: a scale on an operator that keeps its slots, a fill for a survivor, a mask for another model.
     """
     mask.check_fits(moe.shapes)
+    views = _operator_views(moe, operator, scores)
+    return _assembled(mask, operator, scale, [_ask(view, mask, operator, scale) for view in views])
+
+
+@dataclass(frozen=True)
+class FittedPlan:
+    """A plan of an operator that was fitted in a fit pass, and how that went.
+
+    Args:
+        plan: the plan.
+        tokens: T, calibration tokens that each layer saw.
+        proof: whether the layers were streamed, and why not.
+        coverage: layer -> expert -> routed tokens of its fit, and the fallback that answers, if one does.
+    """
+
+    plan: Plan
+    tokens: int
+    proof: Proof
+    coverage: Mapping[int, Mapping[int, Mapping[str, Any]]]
+
+    def to_json(self) -> dict[str, Any]:
+        """How the fit went, as it goes into a record."""
+        coverage = {str(index): {str(e): dict(row) for e, row in rows.items()} for index, rows in self.coverage.items()}
+        return {"tokens": self.tokens, "proof": self.proof.to_json(), "coverage": coverage}
+
+
+def fit_plan(
+    moe: MoEModel,
+    mask: Mask,
+    operator: Method,
+    scores: ScoreResult | None,
+    tokens: CalibrationTokens,
+    *,
+    batch_tokens: int = 8192,
+    scale: Scale | None = None,
+    buffers: Buffers = "host",
+    progress: StreamProgress | None = None,
+) -> FittedPlan:
+    """`make_plan` in a fit pass: `replace` is asked of one layer after the other, with the whole text before it.
+
+    Statistics of the fit pass are measured of pruned experts only, and let go of before the next layer: what is kept of
+    a layer are its fills. Nothing is kept for other plans.
+
+    Args:
+        moe: the opened, untouched model.
+        mask: the pruned experts; must fit the model.
+        operator: gives `replace` and `route`.
+        scores: the pass that holds those of `operator.replace_needs()` that a score pass measures; None if none are.
+        tokens: what the operator is fitted on.
+        batch_tokens: tokens per forward.
+        scale: overrides the operator's scale.
+        buffers: where hidden states wait, as for `stream_layers`.
+        progress: called with (what, done, total).
+
+    Raises:
+        UsageError: as `make_plan` and `stream_layers`.
+    """
+    mask.check_fits(moe.shapes)
+    views = {view.index: view for view in _operator_views(moe, operator, scores)}
+    _, measured = by_pass(operator.replace_needs())
+    answers: dict[int, _Answered] = {}
+    seen = 0
+
+    def work(visit: LayerVisit) -> Mapping[str, Tensor]:
+        nonlocal seen
+        seen = visit.tokens
+        index = visit.layer.index
+        own = visit.measure(measured, experts=mask.pruned_of(index)) if measured else {}
+        view = views[index].in_fit(own, visit.tokens, visit if operator.visits else None)
+        answers[index] = _ask(view, mask, operator, scale)
+        return {}
+
+    result = stream_layers(
+        moe,
+        [{"input_ids": ids_BL} for ids_BL in batches_of(tokens, batch_tokens)],
+        work,
+        layers=[index for index in views if mask.pruned_of(index)],
+        buffers=buffers,
+        progress=progress,
+    )
+    for index, view in views.items():
+        if index not in answers:
+            answers[index] = _ask(view, mask, operator, scale)
+    in_order = [answers[index] for index in views]
+    plan = _assembled(mask, operator, scale, in_order)
+    return FittedPlan(plan, seen, result.proof, {one.layer.index: one.coverage for one in in_order if one.coverage})
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """What an operator answered for one layer."""
+
+    layer: LayerPlan
+    tensors: Mapping[str, Tensor]
+    declared: Mapping[str, int]
+    coverage: Mapping[int, Mapping[str, Any]]
+
+
+def _operator_views(moe: MoEModel, operator: Method, scores: ScoreResult | None) -> list[LayerView]:
     declared = tuple(statistic.name for statistic in operator.replace_needs())
-    layers: list[LayerPlan] = []
+    return layer_views(moe, scores, declared, f"{operator.name}.replace_needs")
+
+
+def _ask(view: LayerView, mask: Mask, operator: Method, scale: Scale | None) -> _Answered:
+    """Ask the operator about one layer, and turn its answer into data."""
+    pruned = mask.pruned_of(view.index)
+    answer = Replacements()
+    if pruned:
+        answer = _expected(operator.replace(view, pruned), Replacements, f"{operator.name}.replace")
+    where = f"{operator.name}.replace, layer {view.index}"
+    if stray := sorted(set(answer.fills) - set(pruned)):
+        raise UsageError(f"a fill for expert {stray[0]}, which is not pruned", where=where, expected=f"{pruned}")
+    fills: dict[int, FillPlan] = {}
     tensors: dict[str, Tensor] = {}
     stored: dict[str, int] = {}
-    for view in layer_views(moe, scores, declared, f"{operator.name}.replace_needs"):
-        pruned = mask.pruned_of(view.index)
-        answer = Replacements()
-        if pruned:
-            answer = _expected(operator.replace(view, pruned), Replacements, f"{operator.name}.replace")
-        where = f"{operator.name}.replace, layer {view.index}"
-        if stray := sorted(set(answer.fills) - set(pruned)):
-            raise UsageError(f"a fill for expert {stray[0]}, which is not pruned", where=where, expected=f"{pruned}")
-        fills: dict[int, FillPlan] = {}
-        for expert, fill in sorted(answer.fills.items()):
-            fills[expert] = _describe(fill, operator, f"{where}, expert {expert}")
-            stored[f"{view.index}/{expert}"] = fill.values_stored()
-            for name, tensor in fill.state_dict().items():
-                tensors[f"{view.index}/{expert}/{name}"] = tensor.detach().cpu().clone().contiguous()
-        wanted = scale or Scale.parse(_expected(operator.route(view, pruned), Routing, f"{operator.name}.route").scale)
-        wanted.check_possible(view.experts - len(pruned) + len(fills), where=f"layer {view.index}")
-        layers.append(LayerPlan(view.index, fills, str(wanted), str(wanted.resolve(view.convention))))
-    plan = Plan(mask, tuple(layers), tensors, stored)
+    coverage: dict[int, dict[str, Any]] = {}
+    for expert, answered in sorted(answer.fills.items()):
+        fill = answered.fill if isinstance(answered, Fitted) else answered
+        if isinstance(answered, Fitted):
+            coverage[expert] = {"tokens": answered.tokens, "fallback": answered.fallback}
+        fills[expert] = _describe(fill, operator, f"{where}, expert {expert}")
+        stored[f"{view.index}/{expert}"] = fill.values_stored()
+        for name, tensor in fill.state_dict().items():
+            tensors[f"{view.index}/{expert}/{name}"] = tensor.detach().cpu().clone().contiguous()
+    wanted = scale or Scale.parse(_expected(operator.route(view, pruned), Routing, f"{operator.name}.route").scale)
+    wanted.check_possible(view.experts - len(pruned) + len(fills), where=f"layer {view.index}")
+    layer = LayerPlan(view.index, fills, str(wanted), str(wanted.resolve(view.convention)))
+    return _Answered(layer, tensors, stored, coverage)
+
+
+def _assembled(mask: Mask, operator: Method, scale: Scale | None, answers: Sequence[_Answered]) -> Plan:
+    """The plan of all layers' answers."""
+    tensors = {name: tensor for one in answers for name, tensor in one.tensors.items()}
+    stored = {name: values for one in answers for name, values in one.declared.items()}
+    plan = Plan(mask, tuple(one.layer for one in answers), tensors, stored)
     if scale is not None and plan.keeps_slots:
         raise UsageError(
             f"scale {scale} has no meaning for {operator.name}",

@@ -71,6 +71,8 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,)}
+"""How a fit pass went, for people; runs without one do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),
@@ -276,10 +278,10 @@ def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
     schema = record.get("schema")
     _require(schema == SCHEMA, f"schema {schema!r}", where, f"schema {SCHEMA}; a newer prunebench may read it")
     _require_keys(record, _TOP, "record", where)
-    for key, kinds in _TOP.items():
+    for key, kinds in {**_TOP, **{key: kinds for key, kinds in _OPTIONAL.items() if key in record}}.items():
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         _require(isinstance(record[key], kinds), f"{key} is {type(record[key]).__name__}", where, names)
-    unknown = sorted(set(record) - set(_TOP))
+    unknown = sorted(set(record) - set(_TOP) - set(_OPTIONAL))
     _require(not unknown, f"unknown field {', '.join(unknown)}", where, "the fields of schema 1")
     _require(record["status"] in {"complete", "partial"}, f"status {record['status']!r}", where, "complete or partial")
     identity, arm = record["identity"], record["arm"]

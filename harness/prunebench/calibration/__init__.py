@@ -14,6 +14,7 @@ from prunebench.calibration.statistics import (
     NormSum,
     OutputMoments,
     Statistic,
+    by_pass,
 )
 from prunebench.calibration.stream import (
     Checkpoint,
@@ -42,6 +43,7 @@ __all__ = [
     "ScoreResult",
     "Statistic",
     "StreamResult",
+    "by_pass",
     "fit_pass",
     "only_experts",
     "score_pass",

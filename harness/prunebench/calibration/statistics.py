@@ -10,9 +10,9 @@ T tokens, E experts, D width, S rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ __all__ = [
     "NormSum",
     "OutputMoments",
     "Statistic",
+    "by_pass",
     "sum_by_expert",
 ]
 
@@ -55,11 +56,16 @@ class Statistic(ABC):
     The sufficient numbers live in `state`, float64 or int64 tensors; `merge` of two disjoint streams equals one stream.
     One that needs others of the same layer to be finished names them in `after`: a fit pass then visits the layer once
     more (`calibration.stream`); what `value` needs of theirs belongs into `state`.
+
+    `measured_in` names the pass that measures it for a method's `replace`: `score` sees every expert of every layer at
+    once and is kept for other arms; `fit` sees pruned experts only, one layer after the other, and is right for what is
+    large per expert. What `select` needs is of every expert, so always of a score pass.
     """
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     after: ClassVar[tuple[str, ...]] = ()
+    measured_in: ClassVar[Literal["score", "fit"]] = "score"
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
@@ -88,6 +94,18 @@ class Statistic(ABC):
     def to_host(self) -> None:
         """Move the state off the device; called once, after the pass."""
         self.state = {key: value.cpu() for key, value in self.state.items()}
+
+
+def by_pass(statistics: Sequence[Statistic]) -> tuple[tuple[Statistic, ...], tuple[Statistic, ...]]:
+    """A method's `replace_needs` as those of a score pass and those of a fit pass.
+
+    Of a fit pass are those that say so, those that come after others, and the others, whom they have to follow.
+    """
+    fitted = {one.name for one in statistics if one.measured_in == "fit" or one.after}
+    while more := {name for one in statistics if one.name in fitted for name in one.after} - fitted:
+        fitted |= more
+    score = tuple(one for one in statistics if one.name not in fitted)
+    return score, tuple(one for one in statistics if one.name in fitted)
 
 
 class _Sum(Statistic):

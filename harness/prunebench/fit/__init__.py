@@ -8,6 +8,7 @@ into a fill of `prunebench.replacement` (`tilt`, `copies`), or into a choice or 
 from prunebench.fit.affine import PairMoments, Proxy, affine_maps, best_proxy, held_out_r2
 from prunebench.fit.compel import absorbed_shares, compensated, squared_gradient_norm
 from prunebench.fit.copies import (
+    RoutedGrams,
     copy_residuals,
     copy_size,
     low_rank_factors,
@@ -47,6 +48,7 @@ __all__ = [
     "Proxy",
     "Remap",
     "RemapSummary",
+    "RoutedGrams",
     "RoutedSamples",
     "RoutedStates",
     "Spread",

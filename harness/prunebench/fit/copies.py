@@ -8,18 +8,20 @@ D width, F neurons, K rank, S rows.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from prunebench.errors import UsageError
-from prunebench.fit.moments import Spread
+from prunebench.fit.moments import Gram, Spread
 from prunebench.fit.result import Fitted
 from prunebench.replacement import Constant, GatedCopy, GatedWeights, LowRankExpert, SmallExpert
 
 __all__ = [
     "CopyKind",
+    "RoutedGrams",
     "copy_residuals",
     "copy_size",
     "low_rank_factors",
@@ -145,6 +147,29 @@ def top_neurons(weights: GatedWeights, count: int, hidden_square_F: Tensor) -> S
     return SmallExpert.of(
         GatedWeights(weights.gate_FD[kept_H], weights.up_FD[kept_H], weights.down_DF[:, kept_H], weights.activation)
     )
+
+
+@dataclass(frozen=True)
+class RoutedGrams:
+    """E[x xᵀ] and E[h hᵀ] of an expert's routed tokens, which whitening needs; streams add up.
+
+    Args:
+        inputs: of x.
+        hidden: of the original intermediate activation h.
+    """
+
+    inputs: Gram
+    hidden: Gram
+
+    @classmethod
+    def of(cls, weights: GatedWeights, x_SD: Tensor) -> Self:
+        """Of these rows, in float64 from the matrices on."""
+        x_SD = x_SD.double()
+        return cls(Gram.of(x_SD), Gram.of(weights.double().hidden(x_SD)))
+
+    def __add__(self, other: RoutedGrams) -> RoutedGrams:
+        """Of both streams together."""
+        return RoutedGrams(self.inputs + other.inputs, self.hidden + other.hidden)
 
 
 def _check_size(size: int, most: int, what: str) -> None:

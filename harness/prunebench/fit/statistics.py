@@ -73,6 +73,7 @@ class InputOutputMoments(Statistic):
     """
 
     name = "input_output_moments"
+    measured_in = "fit"
 
     def __init__(self, folds: int = 2) -> None:
         super().__init__()
@@ -149,6 +150,7 @@ class RoutedSamples(Statistic):
     """
 
     name = "routed_samples"
+    measured_in = "fit"
 
     def __init__(self, size: int = 64, folds: int = 2, seed: int = 0) -> None:
         super().__init__()

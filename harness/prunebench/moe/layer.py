@@ -193,6 +193,13 @@ class MoELayer:
         return {name: reach(self.experts, name).detach()[expert] for name in self.layout.tensors}
 
     @property
+    def activation(self) -> str | None:
+        """The experts' activation by the name that the config gives it, or None if it gives none."""
+        config = getattr(self.experts, "config", None)
+        names = (getattr(config, key, None) for key in ("hidden_act", "hidden_activation"))
+        return next((name for name in names if isinstance(name, str)), None)
+
+    @property
     def reduces_in_expert_order(self) -> bool:
         """Whether the experts module adds slots by increasing expert id (`eager`) or by slot (`grouped_mm`, …)."""
         config = getattr(self.experts, "config", None)

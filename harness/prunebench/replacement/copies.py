@@ -142,7 +142,7 @@ class SmallExpert(GatedCopy):
     @classmethod
     def of(cls, weights: GatedWeights) -> SmallExpert:
         """A copy with these matrices, in float32, and no bias yet."""
-        fill = cls(weights.width, weights.neurons, weights.activation)
+        fill = cls(weights.width, weights.neurons, weights.activation).to(weights.gate_FD.device)
         fill.gate_HD.copy_(weights.gate_FD)
         fill.up_HD.copy_(weights.up_FD)
         fill.down_DH.copy_(weights.down_DF)
@@ -192,7 +192,7 @@ class LowRankExpert(GatedCopy):
         (gate_out_FK, gate_in_KD), (up_out_FK, up_in_KD) = factors["gate"], factors["up"]
         down_out_DK, down_in_KF = factors["down"]
         neurons, rank = gate_out_FK.shape
-        fill = cls(gate_in_KD.shape[1], neurons, rank, activation)
+        fill = cls(gate_in_KD.shape[1], neurons, rank, activation).to(gate_in_KD.device)
         fill.gate_in_KD.copy_(gate_in_KD)
         fill.gate_out_FK.copy_(gate_out_FK)
         fill.up_in_KD.copy_(up_in_KD)

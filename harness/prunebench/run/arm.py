@@ -297,7 +297,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     _check_combination(spec, method, operator, scale)
     select_needs, replace_needs = _needs(method if spec.mask is None else None, operator)
     calibration = spec.calibration if select_needs else None
-    fit = spec.fit_calibration if replace_needs else None
+    fit = spec.fit_calibration if replace_needs or (operator is not None and operator.visits) else None
     _check_fit(spec, operator, fit)
     source = resolve_model(spec.model)
     files = ModelFiles.of(source)

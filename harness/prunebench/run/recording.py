@@ -15,7 +15,7 @@ from prunebench.analysis import metrics_from_items
 from prunebench.calibration import CalibrationSpec, CalibrationTokens
 from prunebench.integrity import Check
 from prunebench.loader import content_root
-from prunebench.plan import Plan
+from prunebench.plan import FittedPlan, Plan
 from prunebench.record import SCHEMA, Item, items_to_table, run_id
 from prunebench.replacement import Constant, Zero
 from prunebench.routing import Convention, Scale
@@ -36,8 +36,9 @@ def record_of(
     items: Sequence[Item],
     checks: Sequence[Check],
     routing: dict[str, Any],
+    fitted: FittedPlan | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields."""
+    """The record of an arm but for its volatile fields; `fit` is there only if a fit pass was."""
     spec = arm.spec
     identity = {
         **arm.known,
@@ -69,6 +70,7 @@ def record_of(
         "mask": None if plan is None else plan.mask.to_json(),
         "tensors": {} if plan is None else plan.manifest(),
         "provenance": _provenance(),
+        **({} if fitted is None else {"fit": fitted.to_json()}),
     }
 
 

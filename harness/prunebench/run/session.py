@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, score_pass
+from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, by_pass, score_pass
 from prunebench.calibration.score import with_built_in
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy
@@ -32,7 +32,7 @@ from prunebench.integrity import Check, check_before_evaluation, check_counters,
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
-from prunebench.plan import Plan, layer_views, make_plan
+from prunebench.plan import FittedPlan, Plan, fit_plan, layer_views, make_plan
 from prunebench.record import Item, Run, read_run, write_run
 from prunebench.run.arm import ArmSpec, PreparedArm, matches, prepare
 from prunebench.run.foreign import naming_the_file, same_torch
@@ -102,7 +102,7 @@ class Session:
         started, clock = datetime.now(UTC), time.monotonic()
         loaded = self._model(arm)
         tokens = self._tokens(arm, loaded)
-        plan, mask_source = self._plan(arm, loaded, tokens)
+        plan, mask_source, fitted = self._plan(arm, loaded, tokens)
         probe = tokens[arm.spec.calibration]
         checks = [self._empty_mask_proof(loaded, probe)]
         if plan is not None:
@@ -118,6 +118,7 @@ class Session:
             items=items,
             checks=checks,
             routing={"bos": bos_policy(loaded.tokenizer), "layers": routing_of(counters, plan, arm.convention)},
+            fitted=fitted,
         )
         record["volatile"] = {
             "started": started.isoformat(timespec="seconds"),
@@ -180,17 +181,20 @@ class Session:
 
     def _plan(
         self, arm: PreparedArm, loaded: LoadedModel, tokens: Mapping[CalibrationSpec, CalibrationTokens]
-    ) -> tuple[Plan | None, str | None]:
-        """The arm's plan and where its mask is from; (None, None) if dense."""
+    ) -> tuple[Plan | None, str | None, FittedPlan | None]:
+        """The arm's plan, where its mask is from, and how a fit pass went; nothing if dense.
+
+        A fit pass is one operator's on one mask, so nothing of it is kept for other arms; score passes are.
+        """
         if arm.operator is None:
-            return None, None
+            return None, None, None
         needs: dict[CalibrationSpec, list[Statistic]] = {}
-        for one, wanted in ((arm.calibration, arm.select_needs), (arm.fit, arm.replace_needs)):
-            if one is not None:
+        for one, wanted in ((arm.calibration, arm.select_needs), (arm.fit, by_pass(arm.replace_needs)[0])):
+            if one is not None and wanted:
                 needs.setdefault(one, []).extend(wanted)
         scores = {one: self._scores(arm, loaded, tokens[one], wanted) for one, wanted in needs.items()}
         chosen_on = scores[arm.calibration] if arm.calibration is not None else None
-        fitted_on = scores[arm.fit] if arm.fit is not None else None
+        fitted_on = scores.get(arm.fit) if arm.fit is not None else None
         if arm.mask is not None:
             mask, source = arm.mask, "file"
         else:
@@ -198,7 +202,19 @@ class Session:
             with same_torch():
                 mask, source = self._select(arm, arm.method, loaded, chosen_on), arm.method.name
         with same_torch():
-            return make_plan(loaded.moe, mask, arm.operator, fitted_on, scale=arm.scale), source
+            if arm.fit is None or not arm.operator.in_fit_pass():
+                return make_plan(loaded.moe, mask, arm.operator, fitted_on, scale=arm.scale), source, None
+            fitted = fit_plan(
+                loaded.moe,
+                mask,
+                arm.operator,
+                fitted_on,
+                tokens[arm.fit],
+                batch_tokens=arm.spec.batch_tokens,
+                scale=arm.scale,
+                progress=self._report,
+            )
+            return fitted.plan, source, fitted
 
     def _select(self, arm: PreparedArm, method: Method, loaded: LoadedModel, scores: ScoreResult | None) -> Mask:
         assert arm.budget is not None

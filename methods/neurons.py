@@ -1,0 +1,68 @@
+"""The operator `neurons`: a pruned expert's highest-energy neurons answer for it, and a bias for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prunebench import (
+    ExpertRows,
+    LayerView,
+    Method,
+    Replacements,
+    Spread,
+    UsageError,
+    copy_residuals,
+    copy_size,
+    top_neurons,
+    with_residual_bias,
+)
+
+
+@dataclass(frozen=True)
+class Neurons(Method):
+    """The k neurons with the largest E[h_j²]·‖W_down[:, j]‖² over the expert's routed tokens, exactly, and a bias.
+
+    The bias is the mean of what the copy misses on those tokens, for which the text is met a second time. A
+    never-routed expert answers with zero, as its constant does. Router and gates are unchanged.
+
+    Args:
+        tilt_rank: r of the tilt whose 2rD values the copy's factors must fit under.
+        times: that many times its budget; 1 or 4 in the paper.
+
+    Source: 2610.41366 App. C.1.
+    """
+
+    name = "neurons"
+    reference = "arXiv:2610.41366"
+    visits = True
+
+    tilt_rank: int = 32
+    times: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tilt_rank < 1 or self.times < 1:
+            raise UsageError(
+                f"a budget of {self.times} times a tilt of rank {self.tilt_rank}",
+                expected="at least 1 of each",
+                fix="for no budget use the operator constant",
+            )
+
+    def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
+        experts = {e: layer.gated(e) for e in pruned}
+
+        def squares(rows: ExpertRows) -> Tensor:
+            return experts[rows.expert].double().hidden(rows.x_SD.double()).square().sum(0)
+
+        energy = layer.accumulate(pruned, squares)
+        copies = {}
+        for e, expert in experts.items():
+            size = copy_size(
+                "neurons", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
+            )
+            copies[e] = top_neurons(expert, size, energy.get(e, expert.down_DF.new_zeros(expert.neurons)))
+        missed = layer.accumulate(pruned, lambda rows: copy_residuals(copies[rows.expert], rows.x_SD, rows.y_SD))
+        nothing = Spread.of(torch.zeros(0, layer.width))
+        return Replacements({e: with_residual_bias(copies[e], missed.get(e, nothing)) for e in pruned})

@@ -1,0 +1,61 @@
+"""The operator `svd`: the leading singular directions of a pruned expert's matrices, and a bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from prunebench import (
+    LayerView,
+    Method,
+    Replacements,
+    Spread,
+    UsageError,
+    copy_residuals,
+    copy_size,
+    plain_svd,
+    with_residual_bias,
+)
+
+
+@dataclass(frozen=True)
+class Svd(Method):
+    """Truncated SVD of gate, up and down at one rank, and a bias.
+
+    The bias is the mean of what the copy misses on the expert's routed tokens. A never-routed expert answers with zero,
+    as its constant does. Router and gates are unchanged.
+
+    Args:
+        tilt_rank: r of the tilt whose 2rD values the copy's factors must fit under.
+        times: that many times its budget; 1 or 4 in the paper.
+
+    Source: 2610.41366 App. C.1.
+    """
+
+    name = "svd"
+    reference = "arXiv:2610.41366"
+    visits = True
+
+    tilt_rank: int = 32
+    times: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tilt_rank < 1 or self.times < 1:
+            raise UsageError(
+                f"a budget of {self.times} times a tilt of rank {self.tilt_rank}",
+                expected="at least 1 of each",
+                fix="for no budget use the operator constant",
+            )
+
+    def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
+        experts = {e: layer.gated(e) for e in pruned}
+        copies = {}
+        for e, expert in experts.items():
+            rank = copy_size(
+                "svd", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
+            )
+            copies[e] = plain_svd(expert, rank)
+        missed = layer.accumulate(pruned, lambda rows: copy_residuals(copies[rows.expert], rows.x_SD, rows.y_SD))
+        nothing = Spread.of(torch.zeros(0, layer.width))
+        return Replacements({e: with_residual_bias(copies[e], missed.get(e, nothing)) for e in pruned})

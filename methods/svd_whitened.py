@@ -1,0 +1,72 @@
+"""The operator `svd-whitened`: a factorisation of a pruned expert that is best on its routed tokens, and a bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from prunebench import (
+    LayerView,
+    Method,
+    Replacements,
+    RoutedGrams,
+    Spread,
+    UsageError,
+    copy_residuals,
+    copy_size,
+    whitened_svd,
+    with_residual_bias,
+)
+
+
+@dataclass(frozen=True)
+class SvdWhitened(Method):
+    """Activation-whitened, truncation-aware SVD of gate, up and down at one rank, and a bias.
+
+    Per matrix the least E‖(W − W′)x‖²: SVD of WS with S Sᵀ = E[x xᵀ] over the expert's routed tokens, x the expert's
+    input for gate and up and its original intermediate activation for down; the factors are U_k Σ_k and V_kᵀ S⁻¹.
+
+    The bias is the mean of what the copy misses on the expert's routed tokens. A never-routed expert answers with zero,
+    as its constant does. Router and gates are unchanged.
+
+    Args:
+        tilt_rank: r of the tilt whose 2rD values the copy's factors must fit under.
+        times: that many times its budget; 1 or 4 in the paper.
+        damping: of E[x xᵀ], relative to its mean diagonal; ours, it decides where inputs never went.
+
+    Source: 2610.41366 App. C.1.
+    """
+
+    name = "svd-whitened"
+    reference = "arXiv:2610.41366"
+    visits = True
+
+    tilt_rank: int = 32
+    times: int = 1
+    damping: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.tilt_rank < 1 or self.times < 1:
+            raise UsageError(
+                f"a budget of {self.times} times a tilt of rank {self.tilt_rank}",
+                expected="at least 1 of each",
+                fix="for no budget use the operator constant",
+            )
+
+    def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
+        experts = {e: layer.gated(e) for e in pruned}
+        grams = layer.accumulate(pruned, lambda rows: RoutedGrams.of(experts[rows.expert], rows.x_SD))
+        copies = {}
+        for e, expert in experts.items():
+            rank = copy_size(
+                "svd-whitened", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
+            )
+            # Without a routed token nothing answers but the constant: any copy will do.
+            moments = grams[e] if e in grams else RoutedGrams.of(expert, expert.gate_FD[:0])
+            copies[e] = whitened_svd(
+                expert, rank, input_DD=moments.inputs.mean_FF, hidden_FF=moments.hidden.mean_FF, damping=self.damping
+            )
+        missed = layer.accumulate(pruned, lambda rows: copy_residuals(copies[rows.expert], rows.x_SD, rows.y_SD))
+        nothing = Spread.of(torch.zeros(0, layer.width))
+        return Replacements({e: with_residual_bias(copies[e], missed.get(e, nothing)) for e in pruned})
