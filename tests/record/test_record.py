@@ -137,6 +137,12 @@ def test_run_id_is_the_hash_of_the_identity_alone(factory, items, record):
     assert factory.make_record(items, mask="mone")["run_id"] != record["run_id"]
 
 
+def test_a_record_may_say_how_a_fit_pass_went(items, factory):
+    record = factory.make_record(items)
+    validate({**record, "fit": {"tokens": 512}})
+    assert run_id(record["identity"]) == record["run_id"]
+
+
 def _without(key):
     return lambda r: r.pop(key)
 
@@ -144,6 +150,7 @@ def _without(key):
 BROKEN = {
     "no such field": (_without("routing"), "lacks routing"),
     "unknown field": (lambda r: r.update(extra=1), "unknown field extra"),
+    "fit of another type": (lambda r: r.update(fit=[]), "fit is list; in record; expected dict"),
     "other schema": (lambda r: r.update(schema=2), "schema 2"),
     "wrong type": (lambda r: r.update(integrity={}), "integrity is dict; in record; expected list"),
     "unknown status": (lambda r: r.update(status="done"), "status 'done'"),

@@ -81,9 +81,11 @@ def _operator_name(arm: PreparedArm, plan: Plan | None) -> str | None:
     assert arm.operator is not None
     if plan.fills_nothing:
         return "reroute"
-    kinds = {fill.kind for layer in plan.layers for fill in layer.fills.values() if fill.file is None}
     own = {Constant.__name__: "constant", Zero.__name__: "zero"}
-    return own[kinds.pop()] if plan.keeps_slots and len(kinds) == 1 else arm.operator.name
+    fills = [fill for layer in plan.layers for fill in layer.fills.values()]
+    words = {own.get(fill.kind) if fill.file is None else None for fill in fills}
+    word = words.pop() if plan.keeps_slots and len(words) == 1 else None
+    return word or arm.operator.name
 
 
 def _asked_scale(plan: Plan | None) -> str | None:
