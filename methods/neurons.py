@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from prunebench import (
@@ -12,9 +11,8 @@ from prunebench import (
     LayerView,
     Method,
     Replacements,
-    Spread,
     UsageError,
-    copy_residuals,
+    copy_errors,
     copy_size,
     top_neurons,
     with_residual_bias,
@@ -63,6 +61,5 @@ class Neurons(Method):
                 "neurons", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
             )
             copies[e] = top_neurons(expert, size, energy.get(e, expert.down_DF.new_zeros(expert.neurons)))
-        missed = layer.accumulate(pruned, lambda rows: copy_residuals(copies[rows.expert], rows.x_SD, rows.y_SD))
-        nothing = Spread.of(torch.zeros(0, layer.width))
-        return Replacements({e: with_residual_bias(copies[e], missed.get(e, nothing)) for e in pruned})
+        errors = layer.accumulate(pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD))
+        return Replacements({e: with_residual_bias(copies[e], errors.get(e)) for e in pruned})

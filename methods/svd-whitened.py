@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from prunebench import (
     LayerView,
     Method,
     Replacements,
     RoutedGrams,
-    Spread,
     UsageError,
-    copy_residuals,
+    copy_errors,
     copy_size,
     whitened_svd,
     with_residual_bias,
@@ -67,6 +64,5 @@ class SvdWhitened(Method):
             copies[e] = whitened_svd(
                 expert, rank, input_DD=moments.inputs.mean_FF, hidden_FF=moments.hidden.mean_FF, damping=self.damping
             )
-        missed = layer.accumulate(pruned, lambda rows: copy_residuals(copies[rows.expert], rows.x_SD, rows.y_SD))
-        nothing = Spread.of(torch.zeros(0, layer.width))
-        return Replacements({e: with_residual_bias(copies[e], missed.get(e, nothing)) for e in pruned})
+        errors = layer.accumulate(pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD))
+        return Replacements({e: with_residual_bias(copies[e], errors.get(e)) for e in pruned})

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from prunebench import (
     LayerView,
     Method,
     Replacements,
-    Spread,
     UsageError,
-    copy_residuals,
+    copy_errors,
     copy_size,
     plain_svd,
     with_residual_bias,
@@ -56,6 +53,5 @@ class Svd(Method):
                 "svd", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
             )
             copies[e] = plain_svd(expert, rank)
-        missed = layer.accumulate(pruned, lambda rows: copy_residuals(copies[rows.expert], rows.x_SD, rows.y_SD))
-        nothing = Spread.of(torch.zeros(0, layer.width))
-        return Replacements({e: with_residual_bias(copies[e], missed.get(e, nothing)) for e in pruned})
+        errors = layer.accumulate(pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD))
+        return Replacements({e: with_residual_bias(copies[e], errors.get(e)) for e in pruned})

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from prunebench import InputOutputMoments, LayerView, Method, Replacements, Statistic, UsageError, fit_tilt
+from prunebench import (
+    Fitted,
+    InputOutputMoments,
+    LayerView,
+    Method,
+    Replacements,
+    Statistic,
+    UsageError,
+    fit_tilt,
+    held_out_share,
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,14 @@ class Tilt(Method):
             )
 
     def replace_needs(self) -> tuple[Statistic, ...]:
-        return (InputOutputMoments(folds=1),)
+        return (InputOutputMoments(folds=2),)
 
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
         moments = layer.stats["input_output_moments"]
-        return Replacements({e: fit_tilt(moments.all(e), self.rank, ridge=self.ridge, clip=self.clip) for e in pruned})
+
+        def fit(expert: int) -> Fitted:
+            even, odd = moments.fold(expert, 0), moments.fold(expert, 1)
+            fitted = fit_tilt(even + odd, self.rank, ridge=self.ridge, clip=self.clip)
+            return replace(fitted, held_out_share=held_out_share(even, odd, self.rank, ridge=self.ridge))
+
+        return Replacements({e: fit(e) for e in pruned})

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from prunebench.fit import Spread as Spread
     from prunebench.fit import best_proxy as best_proxy
     from prunebench.fit import compensated as compensated
-    from prunebench.fit import copy_residuals as copy_residuals
+    from prunebench.fit import copy_errors as copy_errors
     from prunebench.fit import copy_size as copy_size
     from prunebench.fit import fit_share as fit_share
     from prunebench.fit import fit_tilt as fit_tilt
@@ -136,7 +136,7 @@ _MODULE_OF = {
     "Zero": "replacement",
     "best_proxy": "fit",
     "compensated": "fit",
-    "copy_residuals": "fit",
+    "copy_errors": "fit",
     "copy_size": "fit",
     "fit_share": "fit",
     "fit_tilt": "fit",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import fsum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from prunebench.calibration.score import batches_of
 from prunebench.calibration.stream import Buffers
 from prunebench.calibration.stream import Progress as StreamProgress
 from prunebench.errors import PrerequisiteError, UsageError
-from prunebench.fit import Fitted
+from prunebench.fit import Fitted, fit_share
 from prunebench.loader import load_method_class, source_of
 from prunebench.mask import Mask, canonical_json, write_atomically
 from prunebench.method import LayerView, Method, Replacements, Routing, Statistics
@@ -36,6 +37,7 @@ from prunebench.replacement import Fill
 from prunebench.routing import Scale
 
 _Answer = TypeVar("_Answer")
+_ERRORS = ("squared_error", "constant_squared_error")
 
 __all__ = ["FillPlan", "FittedPlan", "LayerPlan", "Plan", "fit_plan", "layer_views", "make_plan"]
 
@@ -226,7 +228,7 @@ class FittedPlan:
         plan: the plan.
         tokens: T, calibration tokens that each layer saw.
         proof: whether the layers were streamed, and why not.
-        coverage: layer -> expert -> routed tokens of its fit, and the fallback that answers, if one does.
+        coverage: layer -> expert -> its `Fitted` but for the fill.
     """
 
     plan: Plan
@@ -235,9 +237,20 @@ class FittedPlan:
     coverage: Mapping[int, Mapping[int, Mapping[str, Any]]]
 
     def to_json(self) -> dict[str, Any]:
-        """How the fit went, as it goes into a record."""
-        coverage = {str(index): {str(e): dict(row) for e, row in rows.items()} for index, rows in self.coverage.items()}
-        return {"tokens": self.tokens, "proof": self.proof.to_json(), "coverage": coverage}
+        """How the fit went, as it goes into a record: by layer its coverage, and by expert.
+
+        A layer's fit share is that of its squared errors added up over experts, so it weighs them by n·tr Σ.
+        """
+        layers = {}
+        for index, rows in self.coverage.items():
+            errors, constants = ([row[key] for row in rows.values()] for key in _ERRORS)
+            layers[str(index)] = {
+                "tokens": sum(row["tokens"] for row in rows.values()),
+                "fallbacks": sum(bool(row["fallback"]) for row in rows.values()),
+                "fit_share": fit_share(fsum(errors), fsum(constants)),
+                "experts": {str(expert): dict(row) for expert, row in rows.items()},
+            }
+        return {"tokens": self.tokens, "proof": self.proof.to_json(), "layers": layers}
 
 
 def fit_plan(
@@ -333,7 +346,7 @@ def _ask(view: LayerView, mask: Mask, operator: Method, scale: Scale | None) -> 
     for expert, answered in sorted(answer.fills.items()):
         fill = answered.fill if isinstance(answered, Fitted) else answered
         if isinstance(answered, Fitted):
-            coverage[expert] = {"tokens": answered.tokens, "fallback": answered.fallback}
+            coverage[expert] = answered.to_json()
         fills[expert] = _describe(fill, operator, f"{where}, expert {expert}")
         stored[f"{view.index}/{expert}"] = fill.values_stored()
         for name, tensor in fill.state_dict().items():

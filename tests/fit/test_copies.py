@@ -9,8 +9,7 @@ import torch
 from prunebench.errors import UsageError
 from prunebench.fit import (
     Gram,
-    Spread,
-    copy_residuals,
+    copy_errors,
     copy_size,
     low_rank_factors,
     neuron_energy,
@@ -69,7 +68,7 @@ def test_a_copy_of_full_size_is_the_expert(weights, x_SD, kind):
         "neurons": lambda: top_neurons(weights, NEURONS, hidden.diagonal()),
     }[kind]()
     np.testing.assert_allclose(copy(x_SD).numpy(), reference(weights, x_SD), atol=2e-4)
-    fitted = with_residual_bias(copy, copy_residuals(copy, x_SD, weights(x_SD)))
+    fitted = with_residual_bias(copy, copy_errors(copy, x_SD, weights(x_SD)))
     assert fitted.fill.bias_D.abs().max() < 1e-5
 
 
@@ -157,16 +156,19 @@ def test_of_equal_neurons_the_lowest_is_kept():
 def test_the_bias_is_the_mean_residual_whatever_the_batches(weights, x_SD, kind):
     y_SD = weights(x_SD)
     copy = plain_svd(weights, 3) if kind == "svd" else top_neurons(weights, 3, torch.ones(NEURONS))
-    residual = Spread.of(y_SD[:0])
+    errors = copy_errors(copy, x_SD[:0], y_SD[:0])
     for x, y in zip(x_SD.split(33), y_SD.split(33), strict=True):
-        residual = residual + copy_residuals(copy, x, y)
-    fitted = with_residual_bias(copy, residual)
+        errors = errors + copy_errors(copy, x, y)
+    fitted = with_residual_bias(copy, errors)
     assert (fitted.tokens, fitted.fallback) == (400, "")
     direct_SD = (y_SD - fitted.fill(x_SD)).double()
     assert direct_SD.mean(0).abs().max() < 1e-5
-    assert float(direct_SD.square().sum()) == pytest.approx(float(residual.squares), rel=1e-5)
+    assert float(direct_SD.square().sum()) == pytest.approx(fitted.squared_error, rel=1e-5)
+    spread_SD = y_SD.double() - y_SD.double().mean(0)
+    assert fitted.constant_squared_error == pytest.approx(float(spread_SD.square().sum()), rel=1e-12)
+    assert fitted.fit_share == pytest.approx(1 - fitted.squared_error / fitted.constant_squared_error)
     other = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(9))
-    held_out = copy_residuals(copy, other, weights(other)).about(residual.mean_D)
+    held_out = copy_errors(copy, other, weights(other)).missed.about(errors.missed.mean_D)
     assert float(held_out) == pytest.approx(
         float((weights(other) - fitted.fill(other)).double().square().sum()), rel=1e-5
     )
@@ -174,7 +176,9 @@ def test_the_bias_is_the_mean_residual_whatever_the_batches(weights, x_SD, kind)
 
 def test_an_expert_without_tokens_is_the_constant_zero(weights, x_SD):
     copy = plain_svd(weights, 2)
-    fitted = with_residual_bias(copy, copy_residuals(copy, x_SD[:0], x_SD[:0]))
+    fitted = with_residual_bias(copy, copy_errors(copy, x_SD[:0], x_SD[:0]))
+    assert fitted.to_json() == with_residual_bias(copy, None).to_json()
+    assert fitted.fit_share == 0.0
     assert isinstance(fitted.fill, Constant)
     assert (fitted.fallback, fitted.tokens) == ("no routed tokens", 0)
     assert not fitted.fill(x_SD).any()

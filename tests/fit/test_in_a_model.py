@@ -16,7 +16,7 @@ from prunebench import (
     Method,
     Replacements,
     Statistic,
-    copy_residuals,
+    copy_errors,
     fit_share,
     fit_tilt,
     held_out_share,
@@ -116,6 +116,6 @@ def test_a_copy_with_its_bias_beats_the_constant_on_its_own_tokens(moe, rows):
     for expert in PRUNED:
         x_SD, y_SD = rows[view.index, expert]
         copy = plain_svd(GatedWeights.of(view.weights(expert), "silu"), 12)
-        fill = with_residual_bias(copy, copy_residuals(copy, x_SD, y_SD)).fill
+        fill = with_residual_bias(copy, copy_errors(copy, x_SD, y_SD)).fill
         mean = Constant.of(y_SD.mean(0))
         assert float((y_SD - fill(x_SD)).square().sum()) < float((y_SD - mean(x_SD)).square().sum())

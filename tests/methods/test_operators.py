@@ -24,6 +24,7 @@ from prunebench.calibration import CalibrationSpec, CalibrationTokens, by_pass, 
 from prunebench.errors import UsageError
 from prunebench.fit import model_size, stored_per_expert
 from prunebench.install import programs_of
+from prunebench.moe import Instrument
 from prunebench.plan import fit_plan, layer_views, make_plan
 from prunebench.testing import opened_model, random_ids
 
@@ -146,7 +147,13 @@ def test_what_is_installed_answers_as_float64_arithmetic_of_the_tests_own_says(n
             assert np.linalg.norm(got - wanted) < 1e-4 * np.linalg.norm(wanted)
             if name == "tilt":
                 assert np.square(y_SD - got).sum() < np.square(y_SD - y_SD.mean(0)).sum(), "better than the constant"
-            assert result.coverage[layer.index][e] == {"tokens": len(x_SD), "fallback": ""}
+            row = result.coverage[layer.index][e]
+            assert (row["tokens"], row["fallback"]) == (len(x_SD), "")
+            assert row["constant_squared_error"] == pytest.approx(np.square(y_SD - y_SD.mean(0)).sum(), rel=1e-4)
+            slack = 0.02 if name == "tilt" else 1e-4  # the clip
+            assert row["squared_error"] == pytest.approx(np.square(y_SD - wanted).sum(), rel=slack)
+            assert row["fit_share"] == pytest.approx(1 - row["squared_error"] / row["constant_squared_error"])
+            assert (row["held_out_share"] is None) == (name != "tilt")
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -156,6 +163,37 @@ def test_values_stored_are_those_of_the_count(name, moe, tokens):
     assert set(plan.declared.values()) == {each}
     assert plan.values_stored == each * len(PRUNED) * len(moe.layers)
     assert sum(np.prod(tensor["shape"]) for tensor in plan.manifest().values()) == plan.values_stored
+
+
+def test_a_tilts_held_out_share_is_fitted_on_even_blocks_and_scored_on_odd_ones(moe, tokens):
+    coverage = fitted(moe, "tilt", tokens).coverage
+    even, odd = (replace(tokens, ids_BL=tokens.ids_BL[start::2]) for start in (0, 1))
+    of_even = programs_of(fitted(moe, "tilt", even, clip=1e6).plan)
+    layer = moe.layers[0]
+    rows = {e: [] for e in PRUNED}
+
+    def see(_layer, batch):
+        for e in PRUNED:
+            mine_S = batch.expert_S == e
+            rows[e].append((batch.x_TD[batch.token_S[mine_S]], batch.outputs_SD[mine_S].clone()))
+
+    with torch.inference_mode(), Instrument(replace(moe, layers=(layer,)), observer=see):
+        moe.model(input_ids=odd.ids_BL)
+    for e in PRUNED:
+        x_SD, y_SD = (torch.cat(part) for part in zip(*rows[e], strict=True))
+        fill = of_even[layer.index].fills[e]
+        errors = [float((y_SD - answer).double().square().sum()) for answer in (fill(x_SD), fill.mean_D)]
+        assert coverage[layer.index][e]["held_out_share"] == pytest.approx(1 - errors[0] / errors[1], abs=1e-4)
+
+
+def test_a_layers_fit_share_weighs_experts_by_the_constants_error(moe, tokens):
+    result = fitted(moe, "neurons", tokens)
+    for index, said in result.to_json()["layers"].items():
+        rows = result.coverage[int(index)].values()
+        weights = [row["constant_squared_error"] for row in rows]
+        assert said["fit_share"] == pytest.approx(np.average([row["fit_share"] for row in rows], weights=weights))
+        assert said["tokens"] == sum(row["tokens"] for row in rows)
+        assert said["fallbacks"] == 0
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -175,7 +213,8 @@ def test_an_expert_that_is_never_routed_to_answers_zero(name, tokens):
         fill = programs_of(result.plan)[layer.index].fills[PRUNED[0]]
         assert isinstance(fill, Constant)
         assert not fill.mean_D.any()
-        assert result.coverage[layer.index][PRUNED[0]] == {"tokens": 0, "fallback": reason}
+        row = result.coverage[layer.index][PRUNED[0]]
+        assert (row["tokens"], row["fallback"], row["fit_share"]) == (0, reason, 0.0)
         assert not any(result.coverage[layer.index][e]["fallback"] for e in PRUNED[1:])
 
 

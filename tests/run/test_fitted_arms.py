@@ -27,13 +27,13 @@ def test_an_arm_runs_and_its_record_says_how_the_fit_went(name, spec, tmp_path):
     fit = record["fit"]
     assert fit["tokens"] == 16 * 32
     assert fit["proof"]["streamed"]
-    assert {index: len(rows) for index, rows in fit["coverage"].items()} == {"0": PRUNED, "1": PRUNED}
     pruned = {str(layer["index"]): {str(e) for e in layer["pruned"]} for layer in record["mask"]["layers"]}
-    assert {index: set(rows) for index, rows in fit["coverage"].items()} == pruned
+    coverage = {index: layer["experts"] for index, layer in fit["layers"].items()}
+    assert {index: set(rows) for index, rows in coverage.items()} == pruned
     size = ModelSize.gated(total=0, layers=LAYERS, experts=16, top_k=4, width=32, neurons=16)
     rank = int(OPERATORS[name][0].partition("=")[2])
     each = stored_per_expert(size, name, rank=rank)
-    constants = sum(bool(row["fallback"]) for rows in fit["coverage"].values() for row in rows.values())
+    constants = sum(bool(row["fallback"]) for rows in coverage.values() for row in rows.values())
     stored = (PRUNED * LAYERS - constants) * each + constants * 32
     assert record["storage"]["parts"]["fills"] == 4 * stored
     assert record["arm"]["operator"] == name
@@ -96,5 +96,5 @@ def test_a_score_pass_and_a_fit_pass_meet_the_same_tokens_in_one_operator(spec, 
     method = material.write_method(tmp_path / "methods", rest=METHOD_SAYS)
     session = Session(tmp_path / "out")
     record = session.execute(prepare(spec(method=method, batch_tokens=100, fit_draw="B"))).run.record
-    assert record["fit"]["coverage"] == {}
+    assert record["fit"]["layers"] == {}
     assert session.score_passes == 2

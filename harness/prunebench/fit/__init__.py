@@ -8,8 +8,9 @@ into a fill of `prunebench.replacement` (`tilt`, `copies`), or into a choice or 
 from prunebench.fit.affine import PairMoments, Proxy, affine_maps, best_proxy, held_out_r2
 from prunebench.fit.compel import absorbed_shares, compensated, squared_gradient_norm
 from prunebench.fit.copies import (
+    CopyErrors,
     RoutedGrams,
-    copy_residuals,
+    copy_errors,
     copy_size,
     low_rank_factors,
     neuron_energy,
@@ -36,6 +37,7 @@ from prunebench.fit.statistics import ExpertMoments, InputOutputMoments, RoutedS
 from prunebench.fit.tilt import LinearMap, constant_error, fit_tilt, held_out_share, reduced_rank, squared_error
 
 __all__ = [
+    "CopyErrors",
     "ExpertMoments",
     "Fitted",
     "Gram",
@@ -57,7 +59,7 @@ __all__ = [
     "best_proxy",
     "compensated",
     "constant_error",
-    "copy_residuals",
+    "copy_errors",
     "copy_size",
     "cost",
     "extra_experts",

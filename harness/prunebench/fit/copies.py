@@ -20,9 +20,10 @@ from prunebench.fit.result import Fitted
 from prunebench.replacement import Constant, GatedCopy, GatedWeights, LowRankExpert, SmallExpert
 
 __all__ = [
+    "CopyErrors",
     "CopyKind",
     "RoutedGrams",
-    "copy_residuals",
+    "copy_errors",
     "copy_size",
     "low_rank_factors",
     "neuron_energy",
@@ -177,18 +178,38 @@ def _check_size(size: int, most: int, what: str) -> None:
         raise UsageError(f"a copy of {what} {size}", expected=f"1 to {most}")
 
 
-def copy_residuals(copy: GatedCopy, x_SD: Tensor, y_SD: Tensor) -> Spread:
-    """E(x) − E′(x) on routed rows, the bias apart; streams add up.
+@dataclass(frozen=True)
+class CopyErrors:
+    """What a copy misses of an expert's outputs, the bias apart, and those outputs; streams add up.
 
-    Their mean is the bias, `squares` is then the copy's squared error on these rows, and `about(bias)` on others is the
-    held-out one.
+    Args:
+        missed: of E(x) − E′(x): its mean is the bias, its `squares` then the copy's squared error on these rows, and
+            `about(bias)` on others is the held-out one.
+        outputs: of E(x): its `squares` is the constant's squared error.
     """
-    return Spread.of(y_SD.double() - copy.copied(x_SD.to(copy.bias_D.dtype)).double())
+
+    missed: Spread
+    outputs: Spread
+
+    def __add__(self, other: CopyErrors) -> CopyErrors:
+        """Of both streams together."""
+        return CopyErrors(self.missed + other.missed, self.outputs + other.outputs)
 
 
-def with_residual_bias(copy: GatedCopy, residual: Spread) -> Fitted:
+def copy_errors(copy: GatedCopy, x_SD: Tensor, y_SD: Tensor) -> CopyErrors:
+    """Of one expert's routed rows."""
+    y_SD = y_SD.double()
+    return CopyErrors(Spread.of(y_SD - copy.copied(x_SD.to(copy.bias_D.dtype)).double()), Spread.of(y_SD))
+
+
+def with_residual_bias(copy: GatedCopy, errors: CopyErrors | None) -> Fitted:
     """The copy with b = E[E(x) − E′(x)]; of no routed tokens the constant zero (ours), as μ is then."""
-    if not residual.count:
+    if errors is None or not errors.missed.count:
         return Fitted(Constant.of(torch.zeros_like(copy.bias_D)), 0, "no routed tokens")
-    copy.bias_D = residual.mean_D.to(copy.bias_D)
-    return Fitted(copy, residual.count)
+    copy.bias_D = errors.missed.mean_D.to(copy.bias_D)
+    return Fitted(
+        copy,
+        errors.missed.count,
+        squared_error=float(errors.missed.squares),
+        constant_squared_error=float(errors.outputs.squares),
+    )

@@ -168,8 +168,15 @@ def fit_tilt(
     _refuse_rank(rank, moments)
     if not _enough(moments, rank):
         reason = f"{moments.count} routed tokens, at most 4·{rank}"
-        return Fitted(Constant.of(moments.mean_y_O), moments.count, reason)
-    return Fitted(reduced_rank(moments, rank, ridge=ridge, solver=solver).tilt(clip), moments.count)
+        constant = float(moments.yy)
+        return Fitted(Constant.of(moments.mean_y_O), moments.count, reason, constant, constant)
+    linear = reduced_rank(moments, rank, ridge=ridge, solver=solver)
+    return Fitted(
+        linear.tilt(clip),
+        moments.count,
+        squared_error=squared_error(linear, moments),
+        constant_squared_error=float(moments.yy),
+    )
 
 
 def held_out_share(
