@@ -101,7 +101,7 @@ def slice_layer(layer: MoELayer, survivors: tuple[int, ...], *, router: bool) ->
 
 def _router_goes_too(layer: MoELayer, program: LayerProgram, survivors: tuple[int, ...]) -> bool:
     """Whether a plain router without the pruned rows computes what the program does."""
-    if program.fills or not layer.convention.loses_rows(program.scale.kind):
+    if program.fills or not layer.convention.loses_rows(program.scale.kind, len(survivors)):
         return False
     groups = layer.convention.groups
     if groups is None:
@@ -157,6 +157,8 @@ def slice_model(moe: MoEModel, mask: Mask) -> None:
     kept = {len(layer.survivors) for layer in mask.layers}
     if len(kept) > 1:
         raise UsageError("layers keep different numbers of experts", expected="one number, which a config can hold")
+    if min(kept) < (least := moe.convention.fewest_rows):
+        raise UsageError(f"{min(kept)} expert is left per layer", expected=f"at least {least}, which the router needs")
     if moe.unprunable:
         one = moe.unprunable[0]
         raise UsageError(

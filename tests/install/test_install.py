@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from prunebench import Constant, Mask, Method, Replacements, load_method
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, OutputMoments, score_pass
 from prunebench.errors import UsageError
-from prunebench.install import installed, remove_experts
+from prunebench.install import installed, remove_experts, slice_model
 from prunebench.moe import Instrument, open_model
 from prunebench.plan import make_plan
-from prunebench.testing import CORE, random_ids, random_model
+from prunebench.testing import CORE, opened_model, random_ids, random_model
 
 KERNELS = ["eager", "grouped_mm"]
 PRUNED = (0, 3, 5, 6, 8, 9, 14, 15)
@@ -152,3 +152,19 @@ def test_a_layer_that_loses_nothing_is_not_touched():
     programs = remove_experts(moe, plan)
     assert set(programs) == {1}
     assert moe.layers[0].experts.down_proj is weight
+
+
+def test_a_router_whose_own_code_needs_two_experts_keeps_its_rows_when_one_is_left():
+    moe = opened_model("glm4_moe", experts=4, top_k=1)
+    mask = Mask.for_shapes(moe.shapes, {shape.index: (0, 1, 3) for shape in moe.shapes})
+    plan = make_plan(moe, mask, load_method("reroute", {"scale": "renorm"}), None)
+    ids = random_ids(2, 12)
+    with torch.inference_mode(), installed(moe, plan):
+        masked = moe.model(input_ids=ids, use_cache=False).logits
+    left = remove_experts(moe, plan)
+    assert set(left) == {shape.index for shape in moe.shapes}
+    with torch.inference_mode(), Instrument(moe, left):
+        removed = moe.model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(removed, masked, rtol=0, atol=4e-6)
+    with pytest.raises(UsageError, match="1 expert is left per layer; expected at least 2"):
+        slice_model(opened_model("glm4_moe", experts=4, top_k=1), mask)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from leaderboard.findings.page import write_results
 
 from prunebench.board import write_board
 from prunebench.loader import content_root, resolve_track
@@ -36,8 +35,8 @@ def test_the_records_leave_room_in_the_repository():
     assert sum(file.stat().st_size for file in RECORDS.rglob("*") if file.is_file()) < 20_000_000
 
 
-def test_the_page_is_what_the_records_give(tmp_path):
-    write_results(RECORDS, tmp_path / "results.md")
+def test_the_page_is_what_the_records_give(findings, tmp_path):
+    findings.page.write_results(RECORDS, tmp_path / "results.md")
     assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
 
 

@@ -19,10 +19,12 @@ from prunebench.routing import (
     Groups,
     RouterCall,
     Scale,
+    log_normaliser,
     native_gates,
     native_index,
     reroute,
     scores_and_choice,
+    select_survivors,
 )
 from prunebench.testing import random_ids, random_model
 
@@ -339,3 +341,19 @@ def test_ends_that_lie_hundreds_of_nats_apart_are_interpolated():
     # p_0 = e^-800, p_1 = 1/2: keep divides by p_0, renorm by p_1, half way by p_1 / 2.
     call = call_of(convention, [-800.0, 0.0], 1, [2.0, 0.0])
     assert routed(call, "interp:0.5", (0,)) == pytest.approx({1: 2.0})
+
+
+def test_the_ends_of_an_interpolation_are_keep_and_renorm_bit_for_bit_whichever_is_larger():
+    convention = Convention("sigmoid", renormalised=True, biased=True)
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(500, 8, generator=generator, dtype=torch.float64).float()
+    bias_E = torch.randn(8, generator=generator)
+    scores_TE, choice_TE = scores_and_choice(convention, logits_TE, bias_E)
+    index_TK = native_index(convention, choice_TE, 3)
+    call = RouterCall(convention, logits_TE, bias_E, index_TK, native_gates(convention, logits_TE, scores_TE, index_TK))
+    selection = select_survivors(call, torch.tensor([True] * 3 + [False] * 5))
+    ends = {name: log_normaliser(selection, Scale.parse(name)) for name in ("keep", "renorm", "interp:0", "interp:1")}
+    assert (ends["renorm"] > ends["keep"]).any()
+    assert (ends["renorm"] < ends["keep"]).any()
+    assert torch.equal(ends["interp:0"], ends["keep"])
+    assert torch.equal(ends["interp:1"], ends["renorm"])

@@ -205,7 +205,9 @@ def test_other_settings_of_a_routers_configuration_are_drawn():
 
 @given(strategies.router_calls(min_experts=3, max_experts=9, min_top_k=2, max_top_k=3, min_tokens=2, max_tokens=5))
 def test_a_call_is_within_bounds_and_a_mask_can_be_drawn_for_it(call):
-    tokens, experts = call.logits_TE.shape
+    tokens, choices = call.logits_TE.shape
+    experts = shape_of(call).experts
+    assert choices == experts + call.convention.identities
     assert 2 <= tokens <= 5
     assert 3 <= experts <= 9
     assert 2 <= call.index_TK.shape[1] <= 3
@@ -213,7 +215,7 @@ def test_a_call_is_within_bounds_and_a_mask_can_be_drawn_for_it(call):
     assert all(len(set(row)) == len(row) for row in call.index_TK.tolist())
     assert torch.isfinite(call.gates_TK).all()
     assert (call.bias_E is not None) == call.convention.biased
-    assert call.bias_E is None or call.bias_E.shape == (experts,)
+    assert call.bias_E is None or call.bias_E.shape == (choices,)
     assert shape_of(call).fewest_survivors() < experts
 
 
@@ -268,8 +270,9 @@ def by_hand(batch) -> dict[str, np.ndarray]:
         batch.index_TK.tolist(), batch.gates_TK.tolist(), batch.outputs_TKD.tolist(), strict=True
     ):
         for e, g, f_D in zip(index_K, gates_K, outputs_KD, strict=True):
-            outputs[0][e].append(g)
-            outputs[1][e].append(f_D)
+            if e < experts:  # else an identity expert's
+                outputs[0][e].append(g)
+                outputs[1][e].append(f_D)
     norms = [[math.sqrt(math.fsum(f * f for f in f_D)) for f_D in rows] for rows in outputs[1]]
     gated = [[g * n for g, n in zip(gates, found, strict=True)] for gates, found in zip(outputs[0], norms, strict=True)]
     mean_ED, variance_ED = np.zeros((experts, width)), np.zeros((experts, width))

@@ -94,6 +94,8 @@ class Convention:
             never pruned.
         band: relative width below the maximum that `sparsemixer` counts in.
         sorted_topk: the router asks `torch.topk` for sorted slots (slot order only).
+        fewest_rows: experts that the router's own code needs: DeepSeek-V3's sums the two best of every group, also of
+            an only one, which is no limit.
     """
 
     score: Score
@@ -110,6 +112,7 @@ class Convention:
     identities: int = 0
     band: float = 0.0
     sorted_topk: bool = True
+    fewest_rows: int = 1
 
     @property
     def trained_scale(self) -> Literal["keep", "renorm"]:
@@ -136,13 +139,14 @@ class Convention:
         """Whether Z is 1 under every scale: independent scores that are not renormalised."""
         return not self.renormalised and self.score in {"sigmoid", "selected_sigmoid", "sqrtsoftplus"}
 
-    def loses_rows(self, scale: str) -> bool:
+    def loses_rows(self, scale: str, survivors: int) -> bool:
         """Whether a router without the pruned rows computes a resolved scale (its kind), groups apart.
 
-        That is renorm, or any scale where all are one. Removal rescales a softmax, p/(1 - P), but not a bias added to
-        it, so with one the two rank experts differently.
+        That is renorm, or any scale where all are one, if enough rows are left. Removal rescales a softmax, p/(1 - P),
+        but not a bias added to it, so with one the two rank experts differently.
         """
-        return (scale == "renorm" or self.one_scale) and not (self.simplex and self.biased)
+        computes = (scale == "renorm" or self.one_scale) and not (self.simplex and self.biased)
+        return computes and survivors >= self.fewest_rows
 
     def describe(self) -> str:
         """The convention in a few words, for tables."""
@@ -237,6 +241,7 @@ class RouterRow:
             identities=int(number(self.choices) - number("num_experts")) if self.choices else 0,
             band=float(number(self.band)),
             sorted_topk=self.sorted_topk,
+            fewest_rows=2 if self.groups is not None and self.groups[2] == "top2sum" else 1,
         )
 
 

@@ -369,8 +369,8 @@ def _log_z_renorm(selection: Selection) -> Tensor:
 
 def _log_z_interp(selection: Selection, alpha: float) -> Tensor:
     keep_T1, renorm_T1 = _log_z_keep(selection), _log_z_renorm(selection)
-    if alpha == 1.0:
-        return renorm_T1
+    if alpha in {0.0, 1.0}:
+        return renorm_T1 if alpha else keep_T1
     # Written so that equal ends give their common value bit for bit, and that no ratio of the ends overflows.
     apart_T1 = renorm_T1 - keep_T1
     above_T1 = apart_T1 + torch.log1p((1 - alpha) * torch.expm1(-apart_T1))

@@ -109,8 +109,9 @@ def _storage(folder: Path, plan: Plan | None, convention: Convention) -> dict[st
         return {name: value for name, value in stored_bytes(headers).items() if name in ("total", "parts")}
     expert = next(tensor for name, tensor in headers.items() if part_of(name) == "experts")
     value_bytes = expert.bytes // max(1, int(np.prod(expert.shape)))
-    kinds = [Scale.parse(scale).kind for scale in plan.scales]
-    rows_go = plan.fills_nothing and convention.groups is None and all(map(convention.loses_rows, kinds))
+    left = min(len(layer.survivors) for layer in plan.mask.layers)
+    rows_go = plan.fills_nothing and convention.groups is None
+    rows_go = rows_go and all(convention.loses_rows(Scale.parse(scale).kind, left) for scale in plan.scales)
     return pruned_bytes(
         headers, plan.mask, fill_values_bytes=plan.values_stored * value_bytes, keep_router_rows=not rows_go
     )
