@@ -292,15 +292,12 @@ def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
 def _grid(options: argparse.Namespace) -> Result:
     from prunebench.loader import resolve_track
     from prunebench.moe import quiet_libraries
-    from prunebench.run import grid, read_track
-    from prunebench.run.arm import prepare
+    from prunebench.run import grid, prepare_all, read_track
 
     quiet_libraries()
     track = read_track(resolve_track(options.track), **_machine(options))
     if options.dry_run:
-        for spec in track.arms:
-            prepare(spec)
-        folders = [spec.folder for spec in track.arms]
+        folders = [arm.spec.folder for arm in prepare_all(track)]
         return 0, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders)
     with _Progress() as progress:
         result = grid(track, options.out, jobs=options.jobs, announce=progress.say, progress=progress.step)

@@ -305,6 +305,7 @@ def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
         fine = fine and entry["status"] in _CHECK_STATUS
         _require(fine, f"integrity entry {entry!r}", where, f"check, detail and status {' | '.join(_CHECK_STATUS)}")
     _validate_storage(record["storage"], where)
+    _validate_routing(record["routing"], where)
 
 
 def _validate_identity(identity: Mapping[str, Any], where: str) -> None:
@@ -422,6 +423,16 @@ def _validate_metrics(record: Mapping[str, Any], where: str) -> None:
         _require(suite in metrics, f"no metric for suite {suite}", where, "one per suite of the headline")
         fine = isinstance(cells, list) and bool(cells) and all(isinstance(c, list) and len(c) == 3 for c in cells)
         _require(fine, f"headline of {suite} is {cells!r}", where, "a list of [task, filter, metric]")
+
+
+def _validate_routing(routing: Mapping[str, Any], where: str) -> None:
+    """Shares are shares, and counts and ratios no less than zero, as far as they are stated."""
+    layers = routing.get("layers", {})
+    _require(isinstance(layers, dict), f"routing.layers is {layers!r}", where, "an object per layer")
+    for index, layer in layers.items():
+        fine = isinstance(layer, dict) and all(_number(value) and value >= 0 for value in layer.values())
+        fine = fine and all(layer[key] <= 1 for key in layer if key.endswith("_share"))
+        _require(fine, f"routing.layers.{index} is {layer!r}", where, "counts and ratios from 0, shares up to 1")
 
 
 def _validate_storage(storage: Mapping[str, Any], where: str) -> None:

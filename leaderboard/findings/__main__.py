@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PruneBenchError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
+    for one in written.left_out:
+        sys.stderr.write(f"left out {one}\n")
     sys.stdout.write(f"{written.path}: {written.runs} runs, {written.gaps} cells not measurable\n")
     return 0
 

@@ -41,11 +41,12 @@ _SECTIONS = (
 
 @dataclass(frozen=True)
 class Written:
-    """The page that was written: how many runs are behind it, and how many cells could not be measured."""
+    """The page that was written, how many runs are behind it, how many cells have none, and what was left out."""
 
     path: Path
     runs: int
     gaps: int
+    left_out: tuple[str, ...]
 
 
 def write_results(records: Path, out: Path) -> Written:
@@ -61,7 +62,7 @@ def write_results(records: Path, out: Path) -> Written:
         raise PrerequisiteError("no complete run to read", where=str(records), fix=detail)
     page = results_page(evidence)
     write_atomically(out, page.encode(errors="replace"))
-    return Written(out, evidence.read, page.count("not measurable: "))
+    return Written(out, evidence.read, page.count("not measurable: "), tuple(map(str, evidence.left_out)))
 
 
 def results_page(evidence: Evidence) -> str:

@@ -92,7 +92,8 @@ def gate_mass(evidence: Evidence) -> Section:
             Displaced: the unpruned top-k held a pruned expert. The ratio is that of the gates' totals under the two
             scales. For routers trained with renormalization the two agree on all other calls, so the mean over all
             calls is keep's mass over the trained mass; for the others keep is the trained scale, and there is nothing
-            to divide. Above 1: of all calls. Counts of calls, not of test items: no interval.
+            to divide. Above 1: of all calls. Counts of calls, not of test items: no interval. They are as the records
+            have them, and cannot be had again without the weights.
         """),
         "The paper's Moonlight-16B-A3B, MoNE's masks:",
         Table(("pruned", "calls displaced (%)", "keep ÷ trained, all calls", "above 1 (%)"), _MOONLIGHT),

@@ -342,7 +342,7 @@ def test_every_word_of_the_columns_is_explained(records, tmp_path):
         assert "every number" not in text, "bytes and checks are not recomputed"
         for word in (
             "computed again from the per-item outcomes",
-            "Stored bytes and integrity are as the record has them",
+            "Stored bytes, integrity and calls rerouted are as the record has them",
         ):
             assert word in text.split("Legend")[1]
         for word in ("trained", "keep", "renorm", "item bootstrap", "B = 10,000", "lower is better"):

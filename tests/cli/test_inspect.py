@@ -89,6 +89,16 @@ def test_a_model_with_nothing_to_prune_is_refused_in_one_line(tmp_path, capsys):
     assert len(error.splitlines()) == 1
 
 
+def test_a_config_that_the_models_own_code_cannot_take_is_one_line(tmp_path, capsys):
+    from transformers import DbrxConfig
+
+    DbrxConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=64).save_pretrained(tmp_path)  # no rope_theta
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "no model can be built from the config (AttributeError: " in error
+    assert len(error.splitlines()) == 1
+
+
 SHARED = {
     "granitemoeshared": ("shared_mlp",),
     "granitemoehybrid": ("shared_mlp",),

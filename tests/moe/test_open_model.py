@@ -153,3 +153,21 @@ def test_a_folder_without_a_model_an_unknown_dtype_or_device_is_refused(tmp_path
             load_model("x", tmp_path)
         assert "\n" not in str(info.value)
         assert str(tmp_path) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.1.mlp.gate.weight", "nan"),
+        ("model.layers.1.mlp.experts.down_proj", "nan"),
+        ("lm_head.weight", "inf"),
+    ],
+)
+def test_a_weight_that_is_no_number_is_named_and_no_healthy_router_is_blamed(name, value):
+    model = random_model("deepseek_v3")
+    model.get_parameter(name).data.view(-1)[3] = float(value)
+    if name == "lm_head.weight":
+        open_model(model)  # no router sees it
+        return
+    with pytest.raises(UsageError, match=rf"a weight is not finite; in {name.replace('.', '[.]')}"):
+        open_model(model)

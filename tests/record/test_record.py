@@ -194,6 +194,15 @@ def _layer_dropped(record):
 
 
 BROKEN |= {
+    "share above one": (
+        lambda r: r.update(routing={"layers": {"1": {"calls": 10, "displaced_share": 7.5}}}),
+        "routing.layers.1 is {'calls': 10, 'displaced_share': 7.5}",
+    ),
+    "ratio below zero": (
+        lambda r: r.update(routing={"layers": {"1": {"calls": 10, "keep_over_renorm": -1.0}}}),
+        "counts and ratios from 0, shares up to 1",
+    ),
+    "layers a list": (lambda r: r.update(routing={"layers": []}), "routing.layers is []"),
     "mask edited": (lambda r: r["mask"]["layers"][0]["pruned"].pop(), "the mask was changed after it was written"),
     "mask replaced": (_other_experts, "identity.mask.digest"),
     "mask layer dropped": (_layer_dropped, "the mask has layers 1:8; in record; expected those of its shape 1:8 2:8"),

@@ -44,6 +44,14 @@ def test_open_arms_are_run_and_finished_ones_are_not(spec, tmp_path):
     assert [line.split()[0] for line in lines] == ["done", "done", "have", "have", "done"]
 
 
+def test_two_names_of_one_run_are_refused_before_anything_runs(spec, tmp_path):
+    """Nothing of a random mask that is rerouted is calibrated, whatever the draw."""
+    arms = [spec(method="random", operator="reroute", draw=draw) for draw in "AB"]
+    with pytest.raises(UsageError, match=r"arm rand/random\S*-B is the same run as rand/random\S*-A"):
+        grid(track(*arms), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_one_score_pass_serves_all_arms_on_a_model_text_and_draw(spec, tmp_path, jobs):
     fits = [spec(method="mone", operator="constant", **fit) for fit in ({}, {"fit_draw": "B"}, {"fit_draw": "C"})]

@@ -18,7 +18,7 @@ __all__ = ["LEGEND", "to_html", "to_markdown"]
 
 TITLE: Final = "prunebench board"
 LEGEND: Final = (
-    ("scores", "each score, interval and difference is computed again from the per-item outcomes of the runs, each ratio from the mask. Stored bytes and integrity are as the record has them: they cannot be had without the weights."),  # noqa: E501
+    ("scores", "each score, interval and difference is computed again from the per-item outcomes of the runs, each ratio from the mask. Stored bytes, integrity and calls rerouted are as the record has them: they cannot be had without the weights."),  # noqa: E501
     ("model", "dtype, device and implementation of the experts are named where they differ, or are not float32, cpu and eager. No two runs read the same: where all else agrees, what differs is named, as in any other cell."),  # noqa: E501
     ("method (mask)", "the criterion that chose the pruned experts, with its parameters, and its seed if that is not 0. Given mask: it came from a file or from another run."),  # noqa: E501
     ("operator", "what answers a slot whose expert is gone: constant (the expert's mean output), zero (nothing), reroute (the slot goes to the best survivor)."),  # noqa: E501

@@ -381,6 +381,8 @@ def _check_replay(layer: MoELayer, seen: tuple[RouterCall, torch.dtype] | None) 
     if seen is None:
         raise UsageError("the router was never called", where=layer.name, expected=f"{router}.forward to run")
     call, hidden = seen
+    if call.logits_TE.isnan().any():
+        raise UsageError(f"{router}'s logits are not numbers", where=layer.name, expected="weights without NaN")
     scores_TE, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
     index_TK = native_index(call.convention, choice_TE, layer.top_k)
     if index_TK.shape != call.index_TK.shape:
@@ -429,5 +431,18 @@ def open_model(model: Any, *, probe_tokens: int = 256) -> MoEModel:
     with torch.inference_mode(), _router_calls(layers) as seen:
         model(input_ids=ids_BL.to(moe.input_device), use_cache=False)
         for layer in layers:
-            _check_replay(layer, seen.get(layer.index))
+            try:
+                _check_replay(layer, seen.get(layer.index))
+            except UsageError as error:
+                if (name := _not_finite(model)) is not None:
+                    raise UsageError(
+                        "a weight is not finite", where=name, expected="numbers", fix="get the checkpoint again"
+                    ) from error
+                raise
     return moe
+
+
+def _not_finite(model: nn.Module) -> str | None:
+    """The first tensor of a model that holds NaN or infinity; it would be blamed on a router further on."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, value in tensors if value.is_floating_point() and not value.isfinite().all()), None)

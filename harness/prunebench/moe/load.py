@@ -110,6 +110,12 @@ def empty_model(folder: Path) -> Any:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise UsageError("not a causal language model", where=str(folder), fix=_first_line(error)) from error
+    except Exception as error:  # a config that a model's own code cannot take may end in any error
+        raise UsageError(
+            f"no model can be built from the config ({type(error).__name__}: {_first_line(error)})",
+            where=str(folder),
+            expected=f"a whole config of a {config.model_type}",
+        ) from error
 
 
 def load_model(

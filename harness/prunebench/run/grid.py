@@ -21,11 +21,12 @@ from pathlib import Path
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.mask import canonical_json
 from prunebench.run.arm import ArmSpec, PreparedArm, prepare
 from prunebench.run.session import Progress, Session, check_writable, finished
 from prunebench.run.track import Track
 
-__all__ = ["GridResult", "grid"]
+__all__ = ["GridResult", "grid", "prepare_all"]
 
 # With -P and -c instead of -m: the folder that one happens to be in is not on the worker's path. `methods/` has a
 # random.py, `suites/` a code.py.
@@ -79,7 +80,7 @@ def grid(
     if jobs < 1:
         raise UsageError(f"{jobs} jobs", expected="at least 1")
     say = announce or (lambda _line: None)
-    prepared = [_prepare(spec) for spec in track.arms]
+    prepared = prepare_all(track)
     check_writable(out)
     reused = tuple(arm.spec.folder for arm in prepared if finished(arm, out) is not None)
     open_arms = [arm for arm in prepared if arm.spec.folder not in reused]
@@ -95,6 +96,17 @@ def grid(
     )
 
 
+def prepare_all(track: Track) -> list[PreparedArm]:
+    """Every arm of a track, checked.
+
+    Raises:
+        UsageError: if any is impossible, or two are one run.
+    """
+    prepared = [_prepare(spec) for spec in track.arms]
+    _check_distinct(prepared)
+    return prepared
+
+
 def _prepare(spec: ArmSpec) -> PreparedArm:
     try:
         return prepare(spec)
@@ -105,6 +117,19 @@ def _prepare(spec: ArmSpec) -> PreparedArm:
             expected=error.expected,
             fix=error.fix,
         ) from error
+
+
+def _check_distinct(arms: Sequence[PreparedArm]) -> None:
+    """Refuse arms of different names that would be one run: a draw, say, that nothing is calibrated on."""
+    first: dict[str, str] = {}
+    for arm in arms:
+        other = first.setdefault(canonical_json(arm.known), arm.spec.folder)
+        if other != arm.spec.folder:
+            raise UsageError(
+                f"arm {arm.spec.folder} is the same run as {other}",
+                expected="arms that differ in something that can change a number",
+                fix="leave one out",
+            )
 
 
 Results = list[tuple[str, str | None]]
