@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -314,6 +315,26 @@ def test_rows_are_shown_to_those_who_said_so(moe, tokens, rows):
         assert programs_of(result.plan)[index].fills[e].mean_D[0] == len(x_SD)
     assert result.tokens == tokens.ids_BL.numel()
     assert result.coverage == {}, "a fill that is no Fitted says nothing of its fit"
+
+
+def test_of_a_layer_nothing_but_its_fills_is_left_when_the_next_one_comes(moe, tokens):
+    left = []
+
+    @dataclass(frozen=True)
+    class Watches(Method):
+        name = "watches"
+
+        def replace_needs(self) -> tuple[Statistic, ...]:
+            return (InputOutputMoments(),)
+
+        def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
+            assert all(gone() is None for gone in left)
+            moments = layer.stats["input_output_moments"]
+            left.extend(weakref.ref(tensor) for tensor in moments.state.values())
+            return Replacements({e: Constant.of(moments.all(e).mean_y_O) for e in pruned})
+
+    fit_plan(moe, mask_of(moe), Watches(), None, tokens)
+    assert len(left) > len(moe.layers) * len(PRUNED)
 
 
 def test_each_statistic_has_its_pass_and_takes_along_what_it_follows():
