@@ -85,6 +85,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--scale", help="gate scale where slots are refilled: trained, other, keep, renorm, interp:A or ref:K2"
     )
+    run.add_argument(
+        "--groups",
+        default="frozen",
+        choices=["frozen", "reselect"],
+        help="who chooses a group-limited router's groups: the unpruned router (default), or its rule among survivors",
+    )
     run.add_argument("--text", default="world:general", help="calibration: world:DOMAIN, file:PATH, hub:ID@REV:FIELD")
     run.add_argument("--blocks", type=int, default=256, help="calibration blocks (default %(default)s)")
     run.add_argument("--length", type=int, default=128, help="tokens per block (default %(default)s)")
@@ -245,6 +251,7 @@ def _run(options: argparse.Namespace) -> Result:
         operator=options.operator,
         operator_parameters=tuple(options.operator_param),
         scale=options.scale,
+        groups=options.groups,
         ratio=options.ratio,
         keep=options.keep,
         text=options.text,

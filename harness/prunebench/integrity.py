@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prunebench.errors import IntegrityError
 from prunebench.install import programs_of, shrink
-from prunebench.mask import Mask
+from prunebench.mask import GroupPolicy, Mask
 from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel
 from prunebench.plan import Plan
 from prunebench.routing import RouterCall, Scale, reroute, scores_and_choice
@@ -276,16 +276,19 @@ def _first(output: Any) -> Tensor:
 
 
 @torch.inference_mode()
-def check_before_evaluation(moe: MoEModel, plan: Plan, ids_BL: Tensor) -> list[Check]:
+def check_before_evaluation(
+    moe: MoEModel, plan: Plan, ids_BL: Tensor, *, policy: GroupPolicy = "frozen"
+) -> list[Check]:
     """Checks 4 to 7 of an arm, on a few calibration tokens; check 1 is per model and is made once by the caller.
 
     Args:
         moe: the untouched model.
         plan: the arm.
         ids_BL: token ids; the first `PROBE_LENGTH` of up to 8 blocks are used.
+        policy: who chooses the groups of a group-limited router.
     """
     probe_BL = ids_BL[:8, :PROBE_LENGTH]
-    programs = programs_of(plan)
+    programs = programs_of(plan, policy=policy)
     inputs, calls = _capture(moe, probe_BL)
     return [
         check_one_ratio(calls, programs),

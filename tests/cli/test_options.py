@@ -32,6 +32,7 @@ OPTIONS = {
         "--operator",
         "--operator-param",
         "--scale",
+        "--groups",
         "--text",
         "--blocks",
         "--length",

@@ -36,6 +36,7 @@ def test_arms_that_differ_have_different_folders():
         {"draw": "B"},
         {"text": "world:code"},
         {"fit_draw": "B"},
+        {"operator": "reroute", "groups": "reselect"},
         {"fit_text": "world:code"},
         {"fit_blocks": 8},
         {"fit_length": 16},

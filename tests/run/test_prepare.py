@@ -85,6 +85,11 @@ def given_mask(folder: Path, pruned=None, shapes=None) -> str:
         ({"text": "file:/nowhere.txt"}, "no such calibration text.*/nowhere.txt"),
         ({"blocks": 10**6, "length": 128}, "the calibration text has [0-9]+ tokens.*use at most [0-9]+ blocks"),
         ({"draw": "C", "blocks": 10**5}, "draw C.*use at most"),
+        (
+            {"operator": "reroute", "groups": "thawed"},
+            "unknown policy 'thawed' for router groups; expected frozen or",
+        ),
+        ({"operator": "reroute", "groups": "reselect"}, "the router has no groups to choose anew .softmax, no renorm"),
         ({"operator": "constant", "fit_draw": "D"}, "unknown draw 'D'"),
         ({"operator": "constant", "fit_text": "world:cooking"}, "no such calibration text"),
         ({"operator": "constant", "fit_length": 1}, "1 tokens"),

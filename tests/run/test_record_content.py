@@ -243,6 +243,21 @@ def test_a_router_with_one_scale_is_refused_another_before_any_weight_is_read(sp
     assert all("keep_over_renorm" not in layer and layer["displaced_share"] > 0 for layer in layers.values())
 
 
+def test_the_groups_of_a_router_are_chosen_anew_only_if_asked(spec, material, tmp_path):
+    folder = str(material.write_model(tmp_path / "grouped", "deepseek_v3.groups"))
+    session = Session(tmp_path / "out")
+    arm = {"model": folder, "method": "random", "operator": "reroute", "scale": "renorm"}
+    frozen, anew = (session.execute(prepare(spec(**arm, **more))).run for more in ({}, {"groups": "reselect"}))
+    assert "groups" not in frozen.record["identity"]
+    assert anew.record["identity"]["groups"] == "reselect"
+    assert anew.record["mask"] == frozen.record["mask"]
+    assert anew.path != frozen.path
+    assert {check["status"] for check in anew.record["integrity"]} <= {"pass", "not applicable"}
+    assert anew.items.detail.tolist() != frozen.items.detail.tolist()
+    with pytest.raises(UsageError, match="constant refills no slots, so its groups stay"):
+        prepare(spec(model=folder, method="mone", operator="constant", groups="reselect"))
+
+
 def test_a_grouped_router_keeps_all_its_rows(spec, model, tmp_path):
     grouped = tmp_path / "grouped"
     random_model("deepseek_v2.groups", vocab_size=1024).save_pretrained(grouped)

@@ -23,7 +23,7 @@ from prunebench.calibration import CalibrationSpec, CalibrationTokens, Statistic
 from prunebench.errors import UsageError
 from prunebench.evaluate import ENGINE_VERSION
 from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
-from prunebench.mask import Budget, LayerShape, Mask, canonical_json, model_shape_text
+from prunebench.mask import Budget, GroupPolicy, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
 from prunebench.record import RECORD_FILE, read_run
@@ -43,6 +43,7 @@ __all__ = [
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
 FIT_FIELDS = ("fit_text", "fit_blocks", "fit_length", "fit_draw")
+GROUP_POLICIES = ("frozen", "reselect")
 EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 LONGEST_NAME = 160  # bytes of a folder's name; file systems take 255, and unfinished writes need some for themselves
 
@@ -59,6 +60,8 @@ class ArmSpec:
         operator: name or path of the file that gives `replace` and `route`; the method's own by default.
         operator_parameters: `name=value` texts of the operator's fields.
         scale: gate scale where slots are refilled; the operator's own by default.
+        groups: who chooses the groups of a group-limited router: `frozen` (the unpruned router) or `reselect` (its
+            rule, anew among the survivors).
         ratio: share of experts pruned per layer, as typed.
         keep: experts kept per layer.
         text: calibration text that the mask is chosen on, and operators are fitted on if no `fit_text` is given.
@@ -86,6 +89,7 @@ class ArmSpec:
     operator: str | None = None
     operator_parameters: tuple[str, ...] = ()
     scale: str | None = None
+    groups: str = "frozen"
     ratio: str | None = None
     keep: int | None = None
     text: str = "world:general"
@@ -149,6 +153,7 @@ class ArmSpec:
                 operator,
                 *self.operator_parameters,
                 self.scale,
+                None if self.groups == ArmSpec.groups else self.groups,
                 None if self.text == ArmSpec.text else self.text.replace("/", "_"),
                 self.draw,
                 self._fit_part,
@@ -259,6 +264,11 @@ class PreparedArm:
     known: dict[str, Any]
 
     @property
+    def policy(self) -> GroupPolicy:
+        """Who chooses the groups of a group-limited router."""
+        return "reselect" if self.spec.groups == "reselect" else "frozen"
+
+    @property
     def method_files(self) -> frozenset[str]:
         """Paths of the files whose code the arm runs."""
         return _method_files(self.method, self.operator)
@@ -309,6 +319,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
+    _check_groups(spec, operator, convention)
     if scale is not None:
         scale.resolve(convention)
         _check_reference(scale, shapes, budget, mask)
@@ -343,6 +354,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         "limit": spec.limit,
         "seed": spec.seed,
     }
+    if spec.groups != ArmSpec.groups:
+        known["groups"] = spec.groups
     if mask is not None:
         known["mask"] = {"digest": mask.digest, "source": "file"}
     elif operator is None:
@@ -379,6 +392,23 @@ def calibrations_json(
         name: None if one is None else tokens[one].to_json() if one in tokens else vars(one)
         for name, one in (("mask", calibration), ("fit", fit))
     }
+
+
+def _check_groups(spec: ArmSpec, operator: Method | None, convention: Convention) -> None:
+    """Refuse an unknown policy for router groups, and one that would change nothing."""
+    if spec.groups not in GROUP_POLICIES:
+        raise UsageError(f"unknown policy {spec.groups!r} for router groups", expected=" or ".join(GROUP_POLICIES))
+    if spec.groups == ArmSpec.groups:
+        return
+    if convention.groups is None:
+        raise UsageError(
+            f"the router has no groups to choose anew ({convention.describe()})",
+            where=spec.model,
+            fix="leave --groups out",
+        )
+    if operator is None or operator.keeps_slots():
+        name = operator.name if operator is not None else "the dense model"
+        raise UsageError(f"{name} refills no slots, so its groups stay", fix="leave --groups out")
 
 
 def _check_fit(spec: ArmSpec, operator: Method | None, fit: CalibrationSpec | None) -> None:

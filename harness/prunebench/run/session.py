@@ -106,7 +106,7 @@ class Session:
         probe = tokens[arm.spec.calibration]
         checks = [self._empty_mask_proof(loaded, probe)]
         if plan is not None:
-            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL)
+            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
         demand(checks)
         items, evaluated, counters = self._evaluate(arm, loaded, plan)
         checks += evaluated
@@ -277,7 +277,7 @@ class Session:
         spec = arm.spec
         evaluation = Evaluation(loaded.moe.model, loaded.tokenizer, spec.batch_tokens, spec.limit, self.progress)
         # The dense model runs without any hook: what the others are compared with is not touched at all.
-        context = installed(loaded.moe, plan) if plan is not None else nullcontext()
+        context = installed(loaded.moe, plan, policy=arm.policy) if plan is not None else nullcontext()
         with context as instrument:
             items = [item for suite in arm.suites for item in suite.run(evaluation)]
             checks = [_repeated(arm.suites, replace(evaluation, limit=REPEATED_ITEMS, progress=None))]
