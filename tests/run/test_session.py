@@ -132,7 +132,7 @@ def test_a_half_written_run_is_run_again_over_it(half, spec, tmp_path):
 def test_a_failing_check_stops_the_run_and_nothing_is_written(name, spec, tmp_path, monkeypatch):
     bad = Check("a check", "fail", "layer 0")
     answer = [bad] if name in {"check_before_evaluation", "check_counters"} else bad
-    monkeypatch.setattr(session_module, name, lambda *_: answer)
+    monkeypatch.setattr(session_module, name, lambda *_, **__: answer)
     with pytest.raises(IntegrityError, match="integrity check failed: a check; in layer 0") as caught:
         Session(tmp_path).execute(prepare(spec()))
     assert caught.value.exit_code == 1
