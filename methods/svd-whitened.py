@@ -9,7 +9,7 @@ from prunebench import (
     Method,
     Replacements,
     RoutedGrams,
-    UsageError,
+    check_copy_budget,
     copy_errors,
     copy_size,
     whitened_svd,
@@ -44,12 +44,7 @@ class SvdWhitened(Method):
     damping: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.tilt_rank < 1 or self.times < 1:
-            raise UsageError(
-                f"a budget of {self.times} times a tilt of rank {self.tilt_rank}",
-                expected="at least 1 of each",
-                fix="for no budget use the operator constant",
-            )
+        check_copy_budget(self.tilt_rank, self.times)
 
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
         experts = {e: layer.gated(e) for e in pruned}

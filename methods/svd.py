@@ -8,7 +8,7 @@ from prunebench import (
     LayerView,
     Method,
     Replacements,
-    UsageError,
+    check_copy_budget,
     copy_errors,
     copy_size,
     plain_svd,
@@ -38,12 +38,7 @@ class Svd(Method):
     times: int = 1
 
     def __post_init__(self) -> None:
-        if self.tilt_rank < 1 or self.times < 1:
-            raise UsageError(
-                f"a budget of {self.times} times a tilt of rank {self.tilt_rank}",
-                expected="at least 1 of each",
-                fix="for no budget use the operator constant",
-            )
+        check_copy_budget(self.tilt_rank, self.times)
 
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
         experts = {e: layer.gated(e) for e in pruned}

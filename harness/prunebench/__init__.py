@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from prunebench.fit import RoutedStates as RoutedStates
     from prunebench.fit import Spread as Spread
     from prunebench.fit import best_proxy as best_proxy
+    from prunebench.fit import check_copy_budget as check_copy_budget
     from prunebench.fit import compensated as compensated
     from prunebench.fit import copy_errors as copy_errors
     from prunebench.fit import copy_size as copy_size
@@ -137,6 +138,7 @@ _MODULE_OF = {
     "best_proxy": "fit",
     "compensated": "fit",
     "copy_errors": "fit",
+    "check_copy_budget": "fit",
     "copy_size": "fit",
     "fit_share": "fit",
     "fit_tilt": "fit",

@@ -10,6 +10,7 @@ from prunebench.fit.compel import absorbed_shares, compensated, squared_gradient
 from prunebench.fit.copies import (
     CopyErrors,
     RoutedGrams,
+    check_copy_budget,
     copy_errors,
     copy_size,
     low_rank_factors,
@@ -57,6 +58,7 @@ __all__ = [
     "absorbed_shares",
     "affine_maps",
     "best_proxy",
+    "check_copy_budget",
     "compensated",
     "constant_error",
     "copy_errors",

@@ -23,6 +23,7 @@ __all__ = [
     "CopyErrors",
     "CopyKind",
     "RoutedGrams",
+    "check_copy_budget",
     "copy_errors",
     "copy_size",
     "low_rank_factors",
@@ -35,6 +36,16 @@ __all__ = [
 ]
 
 CopyKind = Literal["neurons", "svd", "svd-whitened"]
+
+
+def check_copy_budget(tilt_rank: int, times: int) -> None:
+    """Raise unless there is a budget: `times` that of a tilt of rank `tilt_rank`."""
+    if tilt_rank < 1 or times < 1:
+        raise UsageError(
+            f"a budget of {times} times a tilt of rank {tilt_rank}",
+            expected="at least 1 of each",
+            fix="for no budget use the operator constant",
+        )
 
 
 def copy_size(kind: CopyKind, *, width: int, neurons: int, tilt_rank: int, times: int = 1) -> int:
