@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prunebench import (
+    CopyPair,
     ExpertRows,
+    Folds,
     LayerView,
     Method,
     Replacements,
@@ -46,8 +48,9 @@ class Neurons(Method):
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
         experts = {e: layer.gated(e) for e in pruned}
 
-        def squares(rows: ExpertRows) -> Tensor:
-            return experts[rows.expert].double().hidden(rows.x_SD.double()).square().sum(0)
+        def squares(rows: ExpertRows) -> Folds[Tensor]:
+            square_SF = experts[rows.expert].double().hidden(rows.x_SD.double()).square()
+            return Folds.of(rows.block_S, lambda fold_S: square_SF[fold_S].sum(0))
 
         energy = layer.accumulate(pruned, squares)
         copies = {}
@@ -55,6 +58,10 @@ class Neurons(Method):
             size = copy_size(
                 "neurons", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
             )
-            copies[e] = top_neurons(expert, size, energy.get(e, expert.down_DF.new_zeros(expert.neurons)))
-        errors = layer.accumulate(pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD))
+            never_F = expert.down_DF.new_zeros(expert.neurons)
+            sums = energy.get(e, Folds(never_F, never_F))
+            copies[e] = CopyPair(top_neurons(expert, size, sums.both), top_neurons(expert, size, sums.even))
+        errors = layer.accumulate(
+            pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD, rows.block_S)
+        )
         return Replacements({e: with_residual_bias(copies[e], errors.get(e)) for e in pruned})

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prunebench import (
+    CopyPair,
+    Folds,
+    GatedWeights,
     LayerView,
+    LowRankExpert,
     Method,
     Replacements,
     RoutedGrams,
@@ -48,16 +52,29 @@ class SvdWhitened(Method):
 
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
         experts = {e: layer.gated(e) for e in pruned}
-        grams = layer.accumulate(pruned, lambda rows: RoutedGrams.of(experts[rows.expert], rows.x_SD))
+        grams = layer.accumulate(
+            pruned,
+            lambda rows: Folds.of(rows.block_S, lambda fold_S: RoutedGrams.of(experts[rows.expert], rows.x_SD[fold_S])),
+        )
         copies = {}
         for e, expert in experts.items():
-            rank = copy_size(
-                "svd-whitened", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
-            )
             # Without a routed token nothing answers but the constant: any copy will do.
-            moments = grams[e] if e in grams else RoutedGrams.of(expert, expert.gate_FD[:0])
-            copies[e] = whitened_svd(
-                expert, rank, input_DD=moments.inputs.mean_FF, hidden_FF=moments.hidden.mean_FF, damping=self.damping
-            )
-        errors = layer.accumulate(pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD))
+            never = RoutedGrams.of(expert, expert.gate_FD[:0])
+            moments = grams.get(e, Folds(never, never))
+            copies[e] = CopyPair(self._copy(expert, moments.both), self._copy(expert, moments.even))
+        errors = layer.accumulate(
+            pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD, rows.block_S)
+        )
         return Replacements({e: with_residual_bias(copies[e], errors.get(e)) for e in pruned})
+
+    def _copy(self, expert: GatedWeights, moments: RoutedGrams) -> LowRankExpert:
+        rank = copy_size(
+            "svd-whitened",
+            width=expert.width,
+            neurons=expert.neurons,
+            tilt_rank=self.tilt_rank,
+            times=self.times,
+        )
+        return whitened_svd(
+            expert, rank, input_DD=moments.inputs.mean_FF, hidden_FF=moments.hidden.mean_FF, damping=self.damping
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prunebench import (
+    CopyPair,
     LayerView,
     Method,
     Replacements,
@@ -47,6 +48,9 @@ class Svd(Method):
             rank = copy_size(
                 "svd", width=layer.width, neurons=expert.neurons, tilt_rank=self.tilt_rank, times=self.times
             )
-            copies[e] = plain_svd(expert, rank)
-        errors = layer.accumulate(pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD))
+            copy = plain_svd(expert, rank)
+            copies[e] = CopyPair(copy, copy)
+        errors = layer.accumulate(
+            pruned, lambda rows: copy_errors(copies[rows.expert], rows.x_SD, rows.y_SD, rows.block_S)
+        )
         return Replacements({e: with_residual_bias(copies[e], errors.get(e)) for e in pruned})

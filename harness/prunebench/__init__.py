@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Generation as Generation
     from prunebench.evaluate import PassageScore as PassageScore
     from prunebench.evaluate import Score as Score
+    from prunebench.fit import CopyPair as CopyPair
     from prunebench.fit import ExpertMoments as ExpertMoments
     from prunebench.fit import Fitted as Fitted
+    from prunebench.fit import Folds as Folds
     from prunebench.fit import Gram as Gram
     from prunebench.fit import InputOutputMoments as InputOutputMoments
     from prunebench.fit import JointMoments as JointMoments
@@ -73,11 +75,13 @@ if TYPE_CHECKING:
     from prunebench.method import prune_lowest as prune_lowest
     from prunebench.moe import TokenBatch as TokenBatch
     from prunebench.record import Item as Item
+    from prunebench.replacement import AffineSurvivor as AffineSurvivor
     from prunebench.replacement import Constant as Constant
     from prunebench.replacement import Fill as Fill
     from prunebench.replacement import GatedWeights as GatedWeights
     from prunebench.replacement import LowRankExpert as LowRankExpert
     from prunebench.replacement import SmallExpert as SmallExpert
+    from prunebench.replacement import Survivor as Survivor
     from prunebench.replacement import Tilt as Tilt
     from prunebench.replacement import Zero as Zero
     from prunebench.routing import Scale as Scale
@@ -87,16 +91,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _MODULE_OF = {
+    "AffineSurvivor": "replacement",
     "Answer": "evaluate",
     "Budget": "mask",
     "CalibrationSpec": "calibration",
     "Constant": "replacement",
+    "CopyPair": "fit",
     "Count": "calibration",
     "Evaluation": "evaluate",
     "ExpertMoments": "fit",
     "ExpertRows": "method",
     "Fill": "replacement",
     "Fitted": "fit",
+    "Folds": "fit",
     "GateNormSum": "calibration",
     "GateSquaredNormSquaredSum": "calibration",
     "GateSum": "calibration",
@@ -131,6 +138,7 @@ _MODULE_OF = {
     "Spread": "fit",
     "Statistic": "calibration",
     "Suite": "suite",
+    "Survivor": "replacement",
     "Tilt": "replacement",
     "TokenBatch": "moe",
     "UsageError": "errors",

@@ -20,6 +20,7 @@ from prunebench.mask import GroupPolicy, Mask
 from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel
 from prunebench.moe.hooks import Observer
 from prunebench.plan import Plan
+from prunebench.replacement import Survivor
 from prunebench.routing import Scale
 
 __all__ = ["installed", "programs_of", "remove_experts", "shrink", "slice_layer", "slice_model"]
@@ -37,12 +38,18 @@ def programs_of(plan: Plan, *, policy: GroupPolicy = "frozen") -> dict[int, Laye
     """
     programs = {}
     for layer in plan.layers:
-        fills: dict[int, nn.Module] = {
+        fills = {
             expert: fill.build(plan.state_of(layer.index, expert), where=f"layer {layer.index}, expert {expert}")
             for expert, fill in layer.fills.items()
         }
-        pruned = plan.mask.pruned_of(layer.index)
-        programs[layer.index] = LayerProgram(pruned, fills, Scale.parse(layer.scale), policy)
+        programs[layer.index] = LayerProgram(
+            plan.mask.pruned_of(layer.index),
+            fills,
+            Scale.parse(layer.scale),
+            policy,
+            sources={expert: fill.survivor for expert, fill in fills.items() if isinstance(fill, Survivor)},
+            edits=plan.edits_of(layer.index),
+        )
     return programs
 
 
@@ -111,7 +118,7 @@ def _router_goes_too(layer: MoELayer, program: LayerProgram, survivors: tuple[in
 
 
 def shrink(layer: MoELayer, program: LayerProgram) -> LayerProgram | None:
-    """Slice the pruned experts' weights out of a layer, in place.
+    """Slice the pruned experts' weights out of a layer, in place; edited survivors are written for good.
 
     Where pruned experts leave the router too (no fills, scale renorm; with groups, chosen anew and equally many left in
     each; no bias on a softmax), the router rows go as well: a plain transformers layer remains and None is returned.
@@ -119,9 +126,13 @@ def shrink(layer: MoELayer, program: LayerProgram) -> LayerProgram | None:
     whole and the returned program maps original ids to new positions.
     """
     survivors = tuple(expert for expert in range(layer.expert_count) if expert not in set(program.pruned))
+    with torch.no_grad():
+        for expert, named in program.edits.items():
+            for name, value in named.items():
+                layer.weights(expert)[name].copy_(value)
     plain = _router_goes_too(layer, program, survivors)
     slice_layer(layer, survivors, router=plain)
-    return None if plain else dataclasses.replace(program, positions=survivors)
+    return None if plain else dataclasses.replace(program, positions=survivors, edits={})
 
 
 def remove_experts(moe: MoEModel, plan: Plan, *, policy: GroupPolicy = "frozen") -> Mapping[int, LayerProgram]:

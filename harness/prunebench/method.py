@@ -98,6 +98,7 @@ class ExpertRows:
         x_SD: its inputs.
         y_SD: f(x), un-weighted.
         gate_S: gates as applied.
+        score_S: the router's scores p of this expert.
         block_S: calibration block of each token.
     """
 
@@ -105,6 +106,7 @@ class ExpertRows:
     x_SD: Tensor
     y_SD: Tensor
     gate_S: Tensor
+    score_S: Tensor
     block_S: Tensor
 
 
@@ -151,6 +153,10 @@ class LayerView:
         """D."""
         return self._layer.width
 
+    def survivors(self, pruned: Sequence[int]) -> tuple[int, ...]:
+        """Ids of the experts that are not pruned, increasing."""
+        return tuple(expert for expert in range(self.experts) if expert not in set(pruned))
+
     @property
     def router_rows_ED(self) -> Tensor:
         """A copy of the router's weight."""
@@ -162,8 +168,8 @@ class LayerView:
 
     def expert(self, expert: int, x_SD: Tensor) -> Tensor:
         """f_e(x) of one expert on given rows ([S, D])."""
-        ids_S = x_SD.new_full((x_SD.shape[0],), expert).long()
-        return self._layer.run_experts(x_SD, ids_S).detach()
+        x_SD = x_SD.to(self._layer.device)
+        return self._layer.run_experts(x_SD, torch.full((len(x_SD),), expert, device=x_SD.device)).detach()
 
     def gated(self, expert: int) -> GatedWeights:
         """A copy of one expert's matrices, as the gated MLP that it was seen to be on random rows.
@@ -218,6 +224,7 @@ class LayerView:
                         batch.x_TD[token_S],
                         batch.outputs_SD[start:end],
                         batch.gates_S[start:end],
+                        batch.scores_TE[token_S, expert],
                         batch.block_T[token_S],
                     )
                 )
@@ -229,12 +236,16 @@ class LayerView:
 
 @dataclass(frozen=True)
 class Replacements:
-    """What stands for the pruned experts of one layer: a fill per id; an id without one cannot be routed to.
+    """What stands for the pruned experts of one layer.
 
-    A `Fitted` is a fill too, and says what it was fitted on.
+    Args:
+        fills: pruned expert -> what answers its slots; an id without one cannot be routed to. A `Survivor` lets another
+            expert answer. A `Fitted` says what its fill was fitted on.
+        edits: survivor -> parameter name (as in `LayerView.weights`) -> its new weights, whole and of the same shape.
     """
 
     fills: Mapping[int, Fill | Fitted] = field(default_factory=dict)
+    edits: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -249,7 +260,8 @@ class Method(ABC):
     """Base of all methods; dataclass fields of the subclass are its only parameters and are recorded verbatim.
 
     A file may define all three verbs or leave some at their defaults: no `select` makes it an operator for other masks,
-    no `replace` refills the slots of pruned experts, no `route` does that at the trained scale.
+    no `replace` refills the slots of pruned experts, no `route` does that at the trained scale. An operator that
+    defines both `replace` and `route` refills the slots that its `replace` leaves open.
     """
 
     name: ClassVar[str]
@@ -275,7 +287,7 @@ class Method(ABC):
         )
 
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
-        """Fill the slots of pruned experts; by default none is filled."""
+        """Fill the slots of pruned experts, and edit survivors; by default none is."""
         del layer, pruned
         return Replacements()
 
@@ -290,9 +302,14 @@ class Method(ABC):
         return cls.select is not Method.select
 
     @classmethod
-    def keeps_slots(cls) -> bool:
-        """Whether the file defines fills."""
+    def replaces(cls) -> bool:
+        """Whether the file defines fills or edits."""
         return cls.replace is not Method.replace
+
+    @classmethod
+    def keeps_slots(cls) -> bool:
+        """Whether every slot is meant to be answered by a fill, so that a gate scale has no meaning."""
+        return cls.replaces() and cls.route is Method.route
 
     def in_fit_pass(self) -> bool:
         """Whether `replace` has to be asked layer by layer, in a fit pass."""

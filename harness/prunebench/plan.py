@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import fsum
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 from prunebench import replacement
 from prunebench.calibration import CalibrationTokens, LayerVisit, ScoreResult, by_pass, stream_layers
 from prunebench.calibration.score import batches_of
-from prunebench.calibration.stream import Buffers
+from prunebench.calibration.stream import Buffers, Checkpoint
 from prunebench.calibration.stream import Progress as StreamProgress
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.fit import Fitted, fit_share
@@ -33,11 +33,13 @@ from prunebench.mask import Mask, canonical_json, write_atomically
 from prunebench.method import LayerView, Method, Replacements, Routing, Statistics
 from prunebench.moe import MoEModel
 from prunebench.moe.decoder import Proof
-from prunebench.replacement import Fill
+from prunebench.replacement import Fill, Survivor
 from prunebench.routing import Scale
 
 _Answer = TypeVar("_Answer")
+_Value = TypeVar("_Value")
 _ERRORS = ("squared_error", "constant_squared_error")
+_EDIT = "edit/"  # before the names of edited weights, where they stand beside the tensors of fills
 
 __all__ = ["FillPlan", "FittedPlan", "LayerPlan", "Plan", "fit_plan", "layer_views", "make_plan"]
 
@@ -98,6 +100,17 @@ class LayerPlan:
     asked: str
     scale: str
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        fills = {str(expert): {**vars(fill), "config": dict(fill.config)} for expert, fill in self.fills.items()}
+        return {"index": self.index, "asked": self.asked, "scale": self.scale, "fills": fills}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LayerPlan:
+        """Back from plain data."""
+        fills = {int(expert): FillPlan(**fill) for expert, fill in data["fills"].items()}
+        return cls(data["index"], fills, data["asked"], data["scale"])
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -108,12 +121,14 @@ class Plan:
         layers: by increasing index, one per MoE layer.
         tensors: `layer/expert/name` -> stored tensor of a fill.
         declared: `layer/expert` -> values that the fill says it stores.
+        edits: `layer/expert/name` -> new weights of a survivor, stored in place of its own.
     """
 
     mask: Mask
     layers: tuple[LayerPlan, ...]
     tensors: Mapping[str, Tensor]
     declared: Mapping[str, int]
+    edits: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def values_stored(self) -> int:
@@ -140,6 +155,15 @@ class Plan:
         prefix = f"{index}/{expert}/"
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
+    def edits_of(self, index: int) -> dict[int, dict[str, Tensor]]:
+        """The edited survivors of one layer: id -> parameter name -> weights."""
+        edits: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in self.edits.items():
+            layer, expert, name = key.split("/")
+            if int(layer) == index:
+                edits.setdefault(int(expert), {})[name] = tensor
+        return edits
+
     def manifest(self) -> dict[str, dict[str, Any]]:
         """sha256, shape and dtype of every stored tensor, for the record."""
         return {
@@ -148,28 +172,37 @@ class Plan:
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
             }
-            for name, tensor in sorted(self.tensors.items())
+            for name, tensor in sorted({**self.tensors, **{_EDIT + n: t for n, t in self.edits.items()}}.items())
         }
+
+    def only_in(self, layers: Collection[int], elsewhere: Plan) -> Plan:
+        """This plan in some layers, and another one of the same mask in the others (2610.41366 App. B.4)."""
+
+        def joined(own: Mapping[str, _Value], other: Mapping[str, _Value]) -> dict[str, _Value]:
+            inside = {key: value for key, value in own.items() if int(key.partition("/")[0]) in layers}
+            return inside | {key: value for key, value in other.items() if int(key.partition("/")[0]) not in layers}
+
+        pairs = zip(self.layers, elsewhere.layers, strict=True)
+        return Plan(
+            self.mask,
+            tuple(own if own.index in layers else other for own, other in pairs),
+            joined(self.tensors, elsewhere.tensors),
+            joined(self.declared, elsewhere.declared),
+            joined(self.edits, elsewhere.edits),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors."""
         return {
             "mask": self.mask.to_json(),
-            "layers": [
-                {
-                    "index": layer.index,
-                    "asked": layer.asked,
-                    "scale": layer.scale,
-                    "fills": {str(e): {**vars(fill), "config": dict(fill.config)} for e, fill in layer.fills.items()},
-                }
-                for layer in self.layers
-            ],
+            "layers": [layer.to_json() for layer in self.layers],
             "declared": dict(self.declared),
         }
 
     def save(self, path: Path) -> None:
         """Write one safetensors file, atomically."""
-        write_atomically(path, save(dict(self.tensors), metadata={"plan": canonical_json(self.to_json())}))
+        tensors = {**self.tensors, **{f"{_EDIT}{name}": tensor for name, tensor in self.edits.items()}}
+        write_atomically(path, save(tensors, metadata={"plan": canonical_json(self.to_json())}))
 
     @classmethod
     def load(cls, path: Path) -> Plan:
@@ -178,16 +211,12 @@ class Plan:
             with safe_open(path, framework="pt") as file:
                 data = json.loads((file.metadata() or {})["plan"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-            layers = tuple(
-                LayerPlan(
-                    x["index"], {int(e): FillPlan(**fill) for e, fill in x["fills"].items()}, x["asked"], x["scale"]
-                )
-                for x in data["layers"]
-            )
+            layers = tuple(LayerPlan.from_json(layer) for layer in data["layers"])
             mask, declared = data["mask"], dict(data["declared"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError("not a saved plan", where=str(path), expected="a file that Plan.save wrote") from error
-        return cls(Mask.from_json(mask, where=str(path)), layers, tensors, declared)
+        edits = {name.removeprefix(_EDIT): tensors.pop(name) for name in list(tensors) if name.startswith(_EDIT)}
+        return cls(Mask.from_json(mask, where=str(path)), layers, tensors, declared, edits)
 
 
 def layer_views(moe: MoEModel, scores: ScoreResult | None, declared: tuple[str, ...], where: str) -> list[LayerView]:
@@ -262,13 +291,15 @@ def fit_plan(
     *,
     batch_tokens: int = 8192,
     scale: Scale | None = None,
+    layers: Collection[int] | None = None,
     buffers: Buffers = "host",
+    checkpoint: Checkpoint | None = None,
     progress: StreamProgress | None = None,
 ) -> FittedPlan:
     """`make_plan` in a fit pass: `replace` is asked of one layer after the other, with the whole text before it.
 
     Statistics of the fit pass are measured of pruned experts only, and let go of before the next layer: what is kept of
-    a layer are its fills. Nothing is kept for other plans.
+    a layer is what answers there. Nothing is kept for other plans.
 
     Args:
         moe: the opened, untouched model.
@@ -278,7 +309,10 @@ def fit_plan(
         tokens: what the operator is fitted on.
         batch_tokens: tokens per forward.
         scale: overrides the operator's scale.
+        layers: indices of the layers that are fitted; in others nothing answers, which is for `Plan.only_in`.
         buffers: where hidden states wait, as for `stream_layers`.
+        checkpoint: where answered layers are saved, so that a killed fit goes on behind them; its key must say all that
+            the answers depend on.
         progress: called with (what, done, total).
 
     Raises:
@@ -287,32 +321,32 @@ def fit_plan(
     mask.check_fits(moe.shapes)
     views = {view.index: view for view in _operator_views(moe, operator, scores)}
     _, measured = by_pass(operator.replace_needs())
-    answers: dict[int, _Answered] = {}
-    seen = 0
 
     def work(visit: LayerVisit) -> Mapping[str, Tensor]:
-        nonlocal seen
-        seen = visit.tokens
         index = visit.layer.index
         own = visit.measure(measured, experts=mask.pruned_of(index)) if measured else {}
         view = views[index].in_fit(own, visit.tokens, visit if operator.visits else None)
-        answers[index] = _ask(view, mask, operator, scale)
-        return {}
+        return _ask(view, mask, operator, scale).weighed(visit.gate_squares_E).to_tensors()
 
+    wanted = [index for index in views if mask.pruned_of(index) and (layers is None or index in layers)]
     result = stream_layers(
         moe,
         [{"input_ids": ids_BL} for ids_BL in batches_of(tokens, batch_tokens)],
         work,
-        layers=[index for index in views if mask.pruned_of(index)],
+        layers=wanted,
         buffers=buffers,
+        checkpoint=checkpoint,
         progress=progress,
     )
+    answers = {index: _Answered.of_tensors(kept) for index, kept in result.layers.items()}
+    nothing = Mask.for_shapes(moe.shapes, {})
     for index, view in views.items():
         if index not in answers:
-            answers[index] = _ask(view, mask, operator, scale)
+            answers[index] = _ask(view, nothing, operator, scale)
     in_order = [answers[index] for index in views]
     plan = _assembled(mask, operator, scale, in_order)
-    return FittedPlan(plan, seen, result.proof, {one.layer.index: one.coverage for one in in_order if one.coverage})
+    coverage = {one.layer.index: one.coverage for one in in_order if one.coverage}
+    return FittedPlan(plan, result.tokens, result.proof, coverage)
 
 
 @dataclass(frozen=True)
@@ -323,6 +357,43 @@ class _Answered:
     tensors: Mapping[str, Tensor]
     declared: Mapping[str, int]
     coverage: Mapping[int, Mapping[str, Any]]
+    edits: Mapping[str, Tensor]
+
+    def weighed(self, gate_squares_E: Tensor | None) -> _Answered:
+        """With the mean squared gate of each covered expert's routed tokens, by which App. B.3 weighs its fit share."""
+        if gate_squares_E is None:
+            return self
+        rows = {
+            expert: {**row, "gate_square": float(gate_squares_E[expert]) / max(row["tokens"], 1)}
+            for expert, row in self.coverage.items()
+        }
+        return replace(self, coverage=rows)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """As tensors, which is what a pass keeps and saves of a layer."""
+        rest = {"layer": self.layer.to_json(), "declared": self.declared, "coverage": self.coverage}
+        return {
+            **{f"fill/{name}": tensor for name, tensor in self.tensors.items()},
+            **{f"{_EDIT}{name}": tensor for name, tensor in self.edits.items()},
+            "rest": torch.frombuffer(bytearray(canonical_json(_texts(rest)).encode()), dtype=torch.uint8),
+        }
+
+    @classmethod
+    def of_tensors(cls, kept: Mapping[str, Tensor]) -> _Answered:
+        """Back from tensors."""
+        rest = json.loads(kept["rest"].numpy().tobytes())
+        named: dict[str, dict[str, Tensor]] = {"fill/": {}, _EDIT: {}}
+        for prefix, tensors in named.items():
+            tensors.update({key.removeprefix(prefix): kept[key] for key in kept if key.startswith(prefix)})
+        coverage = {int(expert): row for expert, row in rest["coverage"].items()}
+        return cls(LayerPlan.from_json(rest["layer"]), named["fill/"], rest["declared"], coverage, named[_EDIT])
+
+
+def _texts(value: Any) -> Any:
+    """Nested data with texts as keys, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _texts(below) for key, below in value.items()}
+    return value
 
 
 def _operator_views(moe: MoEModel, operator: Method, scores: ScoreResult | None) -> list[LayerView]:
@@ -347,22 +418,64 @@ def _ask(view: LayerView, mask: Mask, operator: Method, scale: Scale | None) -> 
         fill = answered.fill if isinstance(answered, Fitted) else answered
         if isinstance(answered, Fitted):
             coverage[expert] = answered.to_json()
+        if fill is None:
+            continue
         fills[expert] = _describe(fill, operator, f"{where}, expert {expert}")
+        if isinstance(fill, Survivor):
+            _check_survives(fill.survivor, view, pruned, f"{where}, expert {expert}")
         stored[f"{view.index}/{expert}"] = fill.values_stored()
         for name, tensor in fill.state_dict().items():
-            tensors[f"{view.index}/{expert}/{name}"] = tensor.detach().cpu().clone().contiguous()
+            tensors[f"{view.index}/{expert}/{name}"] = _kept(tensor, f"{where}, expert {expert}, {name}")
+    edits = {
+        f"{view.index}/{expert}/{name}": tensor
+        for expert, named in sorted(answer.edits.items())
+        for name, tensor in _edit(view, expert, named, pruned, f"{where}, expert {expert}").items()
+    }
     wanted = scale or Scale.parse(_expected(operator.route(view, pruned), Routing, f"{operator.name}.route").scale)
     wanted.check_possible(view.experts - len(pruned) + len(fills), where=f"layer {view.index}")
     layer = LayerPlan(view.index, fills, str(wanted), str(wanted.resolve(view.convention)))
-    return _Answered(layer, tensors, stored, coverage)
+    return _Answered(layer, tensors, stored, coverage, edits)
+
+
+def _kept(tensor: Tensor, where: str) -> Tensor:
+    """A method's tensor as a plan keeps it: a copy on the host, of numbers."""
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise UsageError("a tensor holds NaN or infinity", where=where, expected="numbers")
+    return tensor.detach().cpu().clone().contiguous()
+
+
+def _check_survives(expert: int, view: LayerView, pruned: Sequence[int], where: str) -> None:
+    """Raise unless this expert is there to answer for another, or to be edited."""
+    if not 0 <= expert < view.experts or expert in pruned:
+        word = "is pruned" if expert in pruned else "does not exist"
+        raise UsageError(f"expert {expert} {word}", where=where, expected="one of the layer's survivors")
+
+
+def _edit(
+    view: LayerView, expert: int, named: Mapping[str, Tensor], pruned: Sequence[int], where: str
+) -> dict[str, Tensor]:
+    """A survivor's new weights, in the dtype of its own."""
+    _check_survives(expert, view, pruned, where)
+    own = view.weights(expert)
+    edits = {}
+    for name, tensor in named.items():
+        if name not in own or tensor.shape != own[name].shape:
+            raise UsageError(
+                f"an edit of {name} with shape {list(tensor.shape)}",
+                where=where,
+                expected=", ".join(f"{known} {list(weight.shape)}" for known, weight in own.items()),
+            )
+        edits[name] = _kept(tensor, f"{where}, {name}").to(own[name].dtype)
+    return edits
 
 
 def _assembled(mask: Mask, operator: Method, scale: Scale | None, answers: Sequence[_Answered]) -> Plan:
     """The plan of all layers' answers."""
     tensors = {name: tensor for one in answers for name, tensor in one.tensors.items()}
     stored = {name: values for one in answers for name, values in one.declared.items()}
-    plan = Plan(mask, tuple(one.layer for one in answers), tensors, stored)
-    if scale is not None and plan.keeps_slots:
+    edits = {name: tensor for one in answers for name, tensor in one.edits.items()}
+    plan = Plan(mask, tuple(one.layer for one in answers), tensors, stored, edits)
+    if scale is not None and plan.keeps_slots and operator.keeps_slots():
         raise UsageError(
             f"scale {scale} has no meaning for {operator.name}",
             expected="an operator that refills slots, such as reroute",

@@ -8,6 +8,7 @@ import torch
 
 from prunebench.errors import UsageError
 from prunebench.fit import (
+    CopyPair,
     Gram,
     copy_errors,
     copy_size,
@@ -68,8 +69,14 @@ def test_a_copy_of_full_size_is_the_expert(weights, x_SD, kind):
         "neurons": lambda: top_neurons(weights, NEURONS, hidden.diagonal()),
     }[kind]()
     np.testing.assert_allclose(copy(x_SD).numpy(), reference(weights, x_SD), atol=2e-4)
-    fitted = with_residual_bias(copy, copy_errors(copy, x_SD, weights(x_SD)))
+    fitted = biased(copy, x_SD, weights(x_SD))
     assert fitted.fill.bias_D.abs().max() < 1e-5
+
+
+def biased(copy, x_SD, y_SD):
+    """The copy with its bias, of rows that are of blocks 0 and 1 in turn."""
+    pair = CopyPair(copy, copy)
+    return with_residual_bias(pair, copy_errors(pair, x_SD, y_SD, torch.arange(len(x_SD)) % 2))
 
 
 def test_a_plain_svd_is_the_nearest_matrix_of_its_rank(weights):
@@ -156,10 +163,12 @@ def test_of_equal_neurons_the_lowest_is_kept():
 def test_the_bias_is_the_mean_residual_whatever_the_batches(weights, x_SD, kind):
     y_SD = weights(x_SD)
     copy = plain_svd(weights, 3) if kind == "svd" else top_neurons(weights, 3, torch.ones(NEURONS))
-    errors = copy_errors(copy, x_SD[:0], y_SD[:0])
-    for x, y in zip(x_SD.split(33), y_SD.split(33), strict=True):
-        errors = errors + copy_errors(copy, x, y)
-    fitted = with_residual_bias(copy, errors)
+    half = plain_svd(weights, 2)
+    pair, block_S = CopyPair(copy, half), torch.arange(400) // 50
+    errors = copy_errors(pair, x_SD[:0], y_SD[:0], block_S[:0])
+    for x, y, block in zip(x_SD.split(33), y_SD.split(33), block_S.split(33), strict=True):
+        errors = errors + copy_errors(pair, x, y, block)
+    fitted = with_residual_bias(pair, errors)
     assert (fitted.tokens, fitted.fallback) == (400, "")
     direct_SD = (y_SD - fitted.fill(x_SD)).double()
     assert direct_SD.mean(0).abs().max() < 1e-5
@@ -167,17 +176,23 @@ def test_the_bias_is_the_mean_residual_whatever_the_batches(weights, x_SD, kind)
     spread_SD = y_SD.double() - y_SD.double().mean(0)
     assert fitted.constant_squared_error == pytest.approx(float(spread_SD.square().sum()), rel=1e-12)
     assert fitted.fit_share == pytest.approx(1 - fitted.squared_error / fitted.constant_squared_error)
-    other = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(9))
-    held_out = copy_errors(copy, other, weights(other)).missed.about(errors.missed.mean_D)
-    assert float(held_out) == pytest.approx(
-        float((weights(other) - fitted.fill(other)).double().square().sum()), rel=1e-5
-    )
+    even_S = (block_S % 2 == 0).numpy()
+    missed_SD, outputs_SD = ((y_SD - half(x_SD)).double().numpy(), y_SD.double().numpy())
+    error, constant = (np.square(rows[~even_S] - rows[even_S].mean(0)).sum() for rows in (missed_SD, outputs_SD))
+    assert fitted.held_out_share == pytest.approx(1 - error / constant, rel=1e-5)
+
+
+def test_a_fold_without_rows_holds_nothing_out(weights, x_SD):
+    pair = CopyPair(plain_svd(weights, 3), plain_svd(weights, 3))
+    fitted = with_residual_bias(pair, copy_errors(pair, x_SD, weights(x_SD), torch.zeros(len(x_SD))))
+    assert fitted.held_out_share is None
+    assert fitted.tokens == len(x_SD)
 
 
 def test_an_expert_without_tokens_is_the_constant_zero(weights, x_SD):
     copy = plain_svd(weights, 2)
-    fitted = with_residual_bias(copy, copy_errors(copy, x_SD[:0], x_SD[:0]))
-    assert fitted.to_json() == with_residual_bias(copy, None).to_json()
+    fitted = biased(copy, x_SD[:0], x_SD[:0])
+    assert fitted.to_json() == with_residual_bias(CopyPair(copy, copy), None).to_json()
     assert fitted.fit_share == 0.0
     assert isinstance(fitted.fill, Constant)
     assert (fitted.fallback, fitted.tokens) == ("no routed tokens", 0)

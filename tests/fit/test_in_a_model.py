@@ -9,6 +9,7 @@ import torch
 
 from prunebench import (
     Constant,
+    CopyPair,
     GatedWeights,
     InputOutputMoments,
     LayerView,
@@ -116,6 +117,7 @@ def test_a_copy_with_its_bias_beats_the_constant_on_its_own_tokens(moe, rows):
     for expert in PRUNED:
         x_SD, y_SD = rows[view.index, expert]
         copy = plain_svd(GatedWeights.of(view.weights(expert), "silu"), 12)
-        fill = with_residual_bias(copy, copy_errors(copy, x_SD, y_SD)).fill
+        pair = CopyPair(copy, copy)
+        fill = with_residual_bias(pair, copy_errors(pair, x_SD, y_SD, torch.zeros(len(x_SD)))).fill
         mean = Constant.of(y_SD.mean(0))
         assert float((y_SD - fill(x_SD)).square().sum()) < float((y_SD - mean(x_SD)).square().sum())

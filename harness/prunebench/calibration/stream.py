@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from prunebench.calibration.score import ScoreResult, batches_of, check_slots, identity_slots
-from prunebench.calibration.statistics import Count, Statistic
+from prunebench.calibration.statistics import Count, Statistic, sum_by_expert
 from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import canonical_json, write_atomically
@@ -131,6 +131,7 @@ class LayerVisit:
         blocks: B, over all batches.
         batches: how many there are.
         program: what the layer runs while it is visited, or None if it runs as it is.
+        gate_squares_E: Σ g² over each expert's rows that the first visit showed, float64; None before it.
     """
 
     def __init__(self, engine: _Engine, layer: MoELayer) -> None:
@@ -138,6 +139,7 @@ class LayerVisit:
         self.tokens, self.blocks, self.batches = engine.tokens, engine.blocks, len(engine.batches)
         self.program = engine.programs.get(layer.index)
         self.visits = 0
+        self.gate_squares_E: Tensor | None = None
         self._engine = engine
 
     def observe(self, see: See | None, *, experts: Collection[int] | None = None) -> None:
@@ -151,9 +153,21 @@ class LayerVisit:
             IntegrityError: if the layer did not run its router and experts as modules.
         """
         self.visits += 1
+        if see is not None and self.visits == 1:
+            see = self._weighing(see)
         if see is not None and experts is not None:
             see = _restricted(see, experts, self.layer)
         self._engine.visit(self.layer, see, self.visits)
+
+    def _weighing(self, see: See) -> See:
+        """`see`, with every batch's squared gates added up on the way."""
+
+        def both(batch: TokenBatch) -> None:
+            squares_E = sum_by_expert(batch.gates_S.double().square(), batch).cpu()
+            self.gate_squares_E = squares_E if self.gate_squares_E is None else self.gate_squares_E + squares_E
+            see(batch)
+
+        return both
 
     def measure(
         self, statistics: Sequence[Statistic], *, experts: Collection[int] | None = None

@@ -9,6 +9,7 @@ from prunebench.fit.affine import PairMoments, Proxy, affine_maps, best_proxy, h
 from prunebench.fit.compel import absorbed_shares, compensated, squared_gradient_norm
 from prunebench.fit.copies import (
     CopyErrors,
+    CopyPair,
     RoutedGrams,
     check_copy_budget,
     copy_errors,
@@ -22,6 +23,7 @@ from prunebench.fit.copies import (
     with_residual_bias,
 )
 from prunebench.fit.counts import ModelSize, OperatorCost, cost, extra_experts, model_size, stored_per_expert
+from prunebench.fit.folds import Folds
 from prunebench.fit.moments import Gram, JointMoments, Spread, pooled
 from prunebench.fit.remap import (
     Remap,
@@ -39,8 +41,10 @@ from prunebench.fit.tilt import LinearMap, constant_error, fit_tilt, held_out_sh
 
 __all__ = [
     "CopyErrors",
+    "CopyPair",
     "ExpertMoments",
     "Fitted",
+    "Folds",
     "Gram",
     "InputOutputMoments",
     "JointMoments",

@@ -26,6 +26,7 @@ class PairMoments:
     """Weighted moments of one pruned expert's outputs with those of R survivors, channel by channel.
 
     Args:
+        count: rows.
         weight: Σ ω; a tensor without dimensions.
         target_D: weighted mean m_i of f_i.
         source_RD: weighted means m_j of f_j.
@@ -34,6 +35,7 @@ class PairMoments:
         cross_RD: Σ ω (f_i − m_i)(f_j − m_j).
     """
 
+    count: int
     weight: Tensor
     target_D: Tensor
     source_RD: Tensor
@@ -42,7 +44,7 @@ class PairMoments:
     cross_RD: Tensor
 
     @classmethod
-    def of(cls, target_SD: Tensor, source_RSD: Tensor, weight_S: Tensor) -> Self:
+    def of(cls, target_SD: Tensor, source_RSD: Sequence[Tensor] | Tensor, weight_S: Tensor) -> Self:
         """Of these rows.
 
         Args:
@@ -63,7 +65,7 @@ class PairMoments:
             parts.append((mean_D, (weighted_SD * centred_SD).sum(0), (weighted_SD * target_SD).sum(0)))
         source_RD, source_square_RD, cross_RD = (torch.stack(part) for part in zip(*parts, strict=True))
         square_D = (weight_S1 * target_SD.square()).sum(0)
-        return cls(total, target_D, source_RD, square_D, source_square_RD, cross_RD)
+        return cls(len(weight_S1), total, target_D, source_RD, square_D, source_square_RD, cross_RD)
 
     def __add__(self, other: PairMoments) -> PairMoments:
         """Of both streams together."""
@@ -72,6 +74,7 @@ class PairMoments:
         between = self.weight * part
         step_D, step_RD = other.target_D - self.target_D, other.source_RD - self.source_RD
         return PairMoments(
+            self.count + other.count,
             total,
             self.target_D + part * step_D,
             self.source_RD + part * step_RD,
@@ -97,11 +100,16 @@ def held_out_r2(a_RD: Tensor, b_RD: Tensor, moments: PairMoments) -> Tensor:
 
     m_i is the mean on those rows (ours): the held-out variance is the baseline. 0 where it vanishes.
     """
-    shift_RD = moments.target_D - a_RD * moments.source_RD - b_RD
-    error_RD = moments.target_square_D - 2 * a_RD * moments.cross_RD + a_RD.square() * moments.source_square_RD
-    error_R = (error_RD + moments.weight * shift_RD.square()).sum(1)
+    error_R = _squared_errors(a_RD, b_RD, moments)
     total = moments.target_square_D.sum()
     return 1.0 - error_R / total if float(total) > 0 else torch.zeros_like(error_R)
+
+
+def _squared_errors(a_RD: Tensor, b_RD: Tensor, moments: PairMoments) -> Tensor:
+    """Σ ω‖f_i − a⊙f_j − b‖² of every survivor ([R])."""
+    shift_RD = moments.target_D - a_RD * moments.source_RD - b_RD
+    error_RD = moments.target_square_D - 2 * a_RD * moments.cross_RD + a_RD.square() * moments.source_square_RD
+    return (error_RD + moments.weight * shift_RD.square()).sum(1)
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,8 @@ class Proxy:
         b_D: the shift.
         r2: its q on held-out tokens.
         accepted: whether q exceeds the threshold; if not, the expert's slots are rerouted (App. D.1).
+        squared_error: Σ ω‖f_i − a⊙f_j − b‖² on the rows of the fit.
+        constant_squared_error: Σ ω‖f_i − m_i‖² on the same.
     """
 
     survivor: int
@@ -121,6 +131,8 @@ class Proxy:
     b_D: Tensor
     r2: float
     accepted: bool
+    squared_error: float
+    constant_squared_error: float
 
     @property
     def values_stored(self) -> int:
@@ -151,4 +163,6 @@ def best_proxy(
     r2_R = held_out_r2(a_RD, b_RD, scored_on)
     best = int(torch.argsort(r2_R, descending=True, stable=True)[0])
     r2 = float(r2_R[best])
-    return Proxy(survivors[best], a_RD[best], b_RD[best], r2, r2 > threshold)
+    error = float(_squared_errors(a_RD, b_RD, fitted_on)[best])
+    constant = float(fitted_on.target_square_D.sum())
+    return Proxy(survivors[best], a_RD[best], b_RD[best], r2, r2 > threshold, error, constant)

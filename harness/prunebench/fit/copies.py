@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from prunebench.errors import UsageError
+from prunebench.fit.folds import Folds
 from prunebench.fit.moments import Gram, Spread
 from prunebench.fit.result import Fitted
+from prunebench.fit.share import fit_share
 from prunebench.replacement import Constant, GatedCopy, GatedWeights, LowRankExpert, SmallExpert
 
 __all__ = [
     "CopyErrors",
     "CopyKind",
+    "CopyPair",
     "RoutedGrams",
     "check_copy_budget",
     "copy_errors",
@@ -190,31 +193,64 @@ def _check_size(size: int, most: int, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class CopyErrors:
-    """What a copy misses of an expert's outputs, the bias apart, and those outputs; streams add up.
+class CopyPair:
+    """A copy, and its twin of half the text, by which a held-out share is measured.
 
     Args:
-        missed: of E(x) − E′(x): its mean is the bias, its `squares` then the copy's squared error on these rows, and
-            `about(bias)` on others is the held-out one.
-        outputs: of E(x): its `squares` is the constant's squared error.
+        copy: fitted on all of the expert's routed tokens; what answers.
+        half: the same fitted on even calibration blocks only; the copy itself, if it is of the weights alone.
+    """
+
+    copy: GatedCopy
+    half: GatedCopy
+
+
+@dataclass(frozen=True)
+class CopyErrors:
+    """What copies miss of an expert's outputs, their bias apart, and those outputs; streams add up.
+
+    Args:
+        missed: of E(x) − E′(x): its mean is the bias, its `squares` then the copy's squared error on these rows.
+        half_missed: the same of the twin, by fold.
+        outputs: of E(x), by fold: the constant's squared error.
     """
 
     missed: Spread
-    outputs: Spread
+    half_missed: Folds[Spread]
+    outputs: Folds[Spread]
 
     def __add__(self, other: CopyErrors) -> CopyErrors:
         """Of both streams together."""
-        return CopyErrors(self.missed + other.missed, self.outputs + other.outputs)
+        return CopyErrors(
+            self.missed + other.missed, self.half_missed + other.half_missed, self.outputs + other.outputs
+        )
+
+    @property
+    def held_out_share(self) -> float | None:
+        """Fit share on odd blocks: twin, bias and constant are of even ones; None if a fold has no rows."""
+        if not (self.outputs.even.count and self.outputs.odd.count):
+            return None
+        error = self.half_missed.odd.about(self.half_missed.even.mean_D)
+        return fit_share(float(error), float(self.outputs.odd.about(self.outputs.even.mean_D)))
 
 
-def copy_errors(copy: GatedCopy, x_SD: Tensor, y_SD: Tensor) -> CopyErrors:
-    """Of one expert's routed rows."""
+def copy_errors(pair: CopyPair, x_SD: Tensor, y_SD: Tensor, block_S: Tensor) -> CopyErrors:
+    """Of one expert's routed rows, and the calibration block of each."""
     y_SD = y_SD.double()
-    return CopyErrors(Spread.of(y_SD - copy.copied(x_SD.to(copy.bias_D.dtype)).double()), Spread.of(y_SD))
+    missed_SD = y_SD - pair.copy.copied(x_SD.to(pair.copy.bias_D.dtype)).double()
+    half_SD = missed_SD
+    if pair.half is not pair.copy:
+        half_SD = y_SD - pair.half.copied(x_SD.to(pair.half.bias_D.dtype)).double()
+    return CopyErrors(
+        Spread.of(missed_SD),
+        Folds.of(block_S, lambda fold_S: Spread.of(half_SD[fold_S])),
+        Folds.of(block_S, lambda fold_S: Spread.of(y_SD[fold_S])),
+    )
 
 
-def with_residual_bias(copy: GatedCopy, errors: CopyErrors | None) -> Fitted:
+def with_residual_bias(pair: CopyPair, errors: CopyErrors | None) -> Fitted:
     """The copy with b = E[E(x) − E′(x)]; of no routed tokens the constant zero (ours), as μ is then."""
+    copy = pair.copy
     if errors is None or not errors.missed.count:
         return Fitted(Constant.of(torch.zeros_like(copy.bias_D)), 0, "no routed tokens")
     copy.bias_D = errors.missed.mean_D.to(copy.bias_D)
@@ -222,5 +258,6 @@ def with_residual_bias(copy: GatedCopy, errors: CopyErrors | None) -> Fitted:
         copy,
         errors.missed.count,
         squared_error=float(errors.missed.squares),
-        constant_squared_error=float(errors.outputs.squares),
+        constant_squared_error=float(errors.outputs.both.squares),
+        held_out_share=errors.held_out_share,
     )

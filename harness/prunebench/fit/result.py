@@ -13,23 +13,25 @@ __all__ = ["Fitted"]
 
 @dataclass(frozen=True)
 class Fitted:
-    """One expert's fill; a row of a layer's coverage table.
+    """What became of one expert's fit; a row of a layer's coverage table.
 
     Args:
-        fill: what answers.
+        fill: what answers; None if nothing was found that may, so that the expert's slots are refilled.
         tokens: routed calibration tokens that it was fitted on.
-        fallback: why the constant answers instead of the operator; empty if it does not.
+        fallback: why something else answers instead of the operator; empty if it does not.
         squared_error: on those tokens; a tilt's without its clip.
         constant_squared_error: the constant's on the same.
         held_out_share: fit share on odd calibration blocks of a fit on even ones, or None if that was not measured.
+        outcome: how the operator decided, if it had a choice.
     """
 
-    fill: Fill
+    fill: Fill | None
     tokens: int
     fallback: str = ""
     squared_error: float = 0.0
     constant_squared_error: float = 0.0
     held_out_share: float | None = None
+    outcome: str = ""
 
     @property
     def fit_share(self) -> float:
@@ -45,4 +47,5 @@ class Fitted:
             "constant_squared_error": self.constant_squared_error,
             "fit_share": self.fit_share,
             "held_out_share": self.held_out_share,
+            "outcome": self.outcome,
         }

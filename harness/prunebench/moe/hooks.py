@@ -54,6 +54,8 @@ class LayerProgram:
         scale: resolved gate scale of the survivors, used if some pruned expert has no fill.
         policy: who chooses the groups of a group-limited router, used as the scale is.
         positions: where physically removed, original id of each survivor in the smaller experts module, in order.
+        sources: filled expert -> the survivor whose output its fill is shown, in place of the expert's input.
+        edits: survivor -> parameter name -> its weights while the program runs.
     """
 
     pruned: tuple[int, ...]
@@ -61,6 +63,8 @@ class LayerProgram:
     scale: Scale = field(default_factory=lambda: Scale("keep"))
     policy: GroupPolicy = "frozen"
     positions: tuple[int, ...] | None = None
+    sources: Mapping[int, int] = field(default_factory=dict)
+    edits: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def blocked(self) -> tuple[int, ...]:
@@ -221,6 +225,7 @@ class Instrument:
         self._handles: list[RemovableHandle] = []
         self.calls: dict[int, _Call] = {}
         self.fired: set[int] = set()
+        self._unedited: list[tuple[Tensor, Tensor]] = []
         self._watched: tuple[MoELayer, ...] = ()
         self._valid_BL: Tensor | None = None
         self._lengths: tuple[int, int] = (0, 0)
@@ -235,6 +240,8 @@ class Instrument:
                 self._attach(layer)
             self._handles.append(self.moe.model.register_forward_pre_hook(self._before_model, with_kwargs=True))
             self._handles.append(self.moe.model.register_forward_hook(self._after_model))
+            for layer in self._watched:
+                self._edit(layer, self.programs.get(layer.index, LayerProgram(())).edits)
         except BaseException:
             self._detach()
             raise
@@ -264,7 +271,20 @@ class Instrument:
     ) -> None:
         self._detach()
 
+    @torch.no_grad()
+    def _edit(self, layer: MoELayer, edits: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Write the survivors' weights, and remember what was there."""
+        for expert, named in edits.items():
+            own = layer.weights(expert)
+            for name, value in named.items():
+                self._unedited.append((own[name], own[name].clone()))
+                own[name].copy_(value)
+
+    @torch.no_grad()
     def _detach(self) -> None:
+        for weight, value in reversed(self._unedited):
+            weight.copy_(value)
+        self._unedited.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -444,7 +464,7 @@ class _LayerHooks:
             if expert not in self.fills:
                 continue
             token_S = call.token_S[start:end]
-            answer_SD = self.fills[expert](call.x_TD[token_S].to(self.fill_dtypes[expert]))
+            answer_SD = self._filled(expert, call.x_TD[token_S])
             if answer_SD.shape != (end - start, output.shape[-1]):
                 raise UsageError(
                     f"the fill of expert {expert} answers with shape {tuple(answer_SD.shape)}",
@@ -454,6 +474,24 @@ class _LayerHooks:
             outputs_SD[start:end] = answer_SD.to(output.dtype)
             self.counters.answered += end - start if valid_T is None else valid_T[token_S].sum()
         return outputs_SD
+
+    def _filled(self, expert: int, x_SD: Tensor) -> Tensor:
+        """What answers for a filled expert on its rows.
+
+        A survivor's rows are sent apart from those that it has of its own, whose bits could change in a larger GEMM.
+        """
+        given_SD = x_SD
+        if (source := self.program.sources.get(expert)) is not None:
+            given_SD = self.layer.run_experts(
+                x_SD, torch.full((len(x_SD),), self._position(source), device=x_SD.device)
+            )
+        answer_SD: Tensor = self.fills[expert](given_SD.to(self.fill_dtypes[expert]))
+        return answer_SD
+
+    def _position(self, expert: int) -> int:
+        """Where a survivor is in the experts module."""
+        positions = self.program.positions
+        return expert if positions is None else positions.index(expert)
 
     def _reduce(self, call: _Call, outputs_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Σ_k g·f in the order and dtype of the module's own code ([T, D]).
@@ -536,11 +574,10 @@ class _InputGateHooks(_LayerHooks):
         # Their input is zero, but zero times an infinity is none.
         answers_ETD[self.silent] = 0.0
         valid_T = self.instrument.valid_T(output.device)
-        for expert, fill in self.fills.items():
+        for expert in self.fills:
             asked_T = (call.index_TK == expert).any(-1)
             answers_ETD[expert] = 0.0
-            answer_SD = fill(inputs_ETD[expert, asked_T].to(self.fill_dtypes[expert]))
-            answers_ETD[expert, asked_T] = answer_SD.to(output.dtype)
+            answers_ETD[expert, asked_T] = self._filled(expert, inputs_ETD[expert, asked_T]).to(output.dtype)
             self.counters.answered += (asked_T if valid_T is None else asked_T & valid_T).sum()
         return answers_ETD.flatten(0, 1)
 

@@ -179,8 +179,9 @@ class MoELayer:
         Weight layout, biases, clamps and activations are the module's business.
         """
         if self.layout.takes == "all":
-            everything: Tensor = self.experts.forward(x_SD.repeat(self.expert_count, 1))
-            return everything.view(self.expert_count, *x_SD.shape)[expert_S, torch.arange(len(x_SD))]
+            count = int(getattr(self.experts, self.layout.count))  # fewer than E where experts were removed
+            everything: Tensor = self.experts.forward(x_SD.repeat(count, 1))
+            return everything.view(count, *x_SD.shape)[expert_S, torch.arange(len(x_SD))]
         output: Tensor = self.experts.forward(*self.one_each(x_SD, expert_S))
         return output
 

@@ -8,6 +8,18 @@ what is counted is what runs. A new functional form is one class here or in a me
 from prunebench.replacement.constant import Constant, Zero
 from prunebench.replacement.copies import GatedCopy, GatedWeights, LowRankExpert, SmallExpert
 from prunebench.replacement.fill import Fill
+from prunebench.replacement.survivor import AffineSurvivor, Survivor
 from prunebench.replacement.tilt import Tilt
 
-__all__ = ["Constant", "Fill", "GatedCopy", "GatedWeights", "LowRankExpert", "SmallExpert", "Tilt", "Zero"]
+__all__ = [
+    "AffineSurvivor",
+    "Constant",
+    "Fill",
+    "GatedCopy",
+    "GatedWeights",
+    "LowRankExpert",
+    "SmallExpert",
+    "Survivor",
+    "Tilt",
+    "Zero",
+]

@@ -79,7 +79,7 @@ def _operator_name(arm: PreparedArm, plan: Plan | None) -> str | None:
     if plan is None:
         return None
     assert arm.operator is not None
-    if plan.fills_nothing:
+    if plan.fills_nothing and not arm.operator.replaces():
         return "reroute"
     own = {Constant.__name__: "constant", Zero.__name__: "zero"}
     fills = [fill for layer in plan.layers for fill in layer.fills.values()]

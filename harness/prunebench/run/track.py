@@ -9,7 +9,8 @@
     suites = ["multiple_choice", "arithmetic", "code", "perplexity"]
     calibration = { text = "world:general", blocks = 256, length = 128, draws = ["A"] }
 
-Every model also gets its dense arm, first. `operator@scale` sets the gate scale. A track that is no single product of
+Every model also gets its dense arm, first. `operator@scale` sets the gate scale, and `name(parameter=value, …)` the
+parameters of a criterion or operator, as in `tilt(rank=8)`. A track that is no single product of
 ratios, masks and operators has grids, which take from the track what they do not say themselves:
 
     [[grid]]                               # the mask held, the operator fitted anew
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -160,16 +162,28 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     )
     sizes = {**_sizes(grid["calibration"]), **_sizes(grid["fit"], "fit_")}
     for draw, fit_draw, amount, mask, entry in itertools.product(*axes):
-        operator, _, scale = entry.partition("@")
+        operator, operator_parameters, scale = _entry(entry)
+        method, parameters, _ = _entry(mask)
         yield {
-            "method": mask,
+            "method": method,
+            "parameters": parameters,
             "operator": operator,
-            "scale": scale or None,
+            "operator_parameters": operator_parameters,
+            "scale": scale,
             "draw": draw,
             "fit_draw": fit_draw,
             **amount,
             **sizes,
         }
+
+
+def _entry(text: str) -> tuple[str, tuple[str, ...], str | None]:
+    """Name, parameters and scale of `name(parameter=value, …)@scale`; a path may hold parentheses of its own."""
+    name, _, scale = text.partition("@")
+    parameters: tuple[str, ...] = ()
+    if (match := re.fullmatch(r"(.+)\((\w+=[^()]*)\)", name)) is not None:
+        name, parameters = match[1], tuple(part.strip() for part in match[2].split(","))
+    return name, parameters, scale or None
 
 
 def _check_distinct(arms: list[ArmSpec], where: str) -> None:
