@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
-from prunebench.errors import PrerequisiteError, PruneBenchError
+from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 
 __all__ = ["main"]
 
@@ -60,6 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder")
     compare.add_argument("run_b", type=Path, metavar="RUN_B", help="run folder; differences are A minus B")
     compare.add_argument("--suite", action="append", help="only this suite (may be repeated)")
+
+    params = verb("params", "what operators store on a pruned model, counted from its configuration alone")
+    params.add_argument("model", metavar="MODEL", help="zoo name, folder with config.json, or hub id")
+    params.add_argument("--ratio", help="share of each layer's experts to prune, such as 0.5")
+    params.add_argument("--keep", type=int, help="experts to keep in each layer, instead of --ratio")
+    params.add_argument("--operator", action="append", help="only this operator (may be repeated; default: all)")
+    params.add_argument(
+        "--rank", type=int, default=32, help="of the tilt, whose 2rd values also set the copies' budget (default 32)"
+    )
+    params.add_argument("--times", type=int, default=1, help="the copies' budget in tilts, 1 or 4 in the paper")
 
     board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
     board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
@@ -138,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = {
         "list": _list,
         "inspect": _inspect,
+        "params": _params,
         "run": _run,
         "grid": _grid,
         "compare": _compare,
@@ -235,6 +246,55 @@ def _inspect(options: argparse.Namespace) -> Result:
         options.model, folder, weights=not options.config_only, device=options.device, dtype=options.dtype
     )
     return 1 if report.self_check == "fail" else 0, report.to_json(), report.to_text()
+
+
+def _params(options: argparse.Namespace) -> Result:
+    from tabulate import tabulate
+
+    from prunebench.fit import OPERATORS, cost, extra_experts, model_size
+    from prunebench.loader import resolve_model
+    from prunebench.moe import quiet_libraries
+    from prunebench.moe.load import empty_model
+    from prunebench.run.arm import budget_of
+    from prunebench.run.sources import ModelFiles
+
+    quiet_libraries()
+    if (budget := budget_of(options.ratio, options.keep)) is None:
+        raise UsageError("nothing says how many experts go", fix="give --ratio, such as 0.5, or --keep")
+    size = model_size(empty_model(ModelFiles.of(resolve_model(options.model)).folder))
+    size.pruned(budget)  # an impossible budget is no operator's fault
+    costs, impossible = [], {}
+    for name in options.operator or OPERATORS:
+        try:
+            costs.append(cost(size, budget, name, rank=options.rank, times=options.times))
+        except UsageError as error:
+            if options.operator:
+                raise
+            impossible[name] = str(error)
+    pruned, constant_model = costs[0].pruned, costs[0].constant_model
+    data = {
+        "model": options.model,
+        "dense": size.total,
+        "pruned_experts": pruned,
+        "constant_model": constant_model,
+        "one_more_expert_per_layer": extra_experts(size),
+        "operators": [one.to_json() for one in costs],
+        "impossible": impossible,
+    }
+    rows = [
+        [one.operator, one.per_expert, one.stored, one.added, f"{100 * one.added_share:.2f} %", one.total]
+        for one in costs
+    ]
+    headers = ["operator", "per expert", "stored", "added", "of the constant model", "total"]
+    experts = f"{pruned} of {size.layers * size.experts} experts pruned"
+    text = [
+        tabulate(rows, headers=headers, tablefmt="plain", intfmt=","),
+        *(f"{name}: {reason}" for name, reason in impossible.items()),
+        f"{options.model}: {size.total:,} values; {experts}; the constant model has {constant_model:,}",
+        "added: over the constant model, which stores a mean per pruned expert; every router row counted",
+        f"one more expert per layer: {extra_experts(size):,} values",
+    ]
+    return 0, data, "\n".join(text)
 
 
 def _run(options: argparse.Namespace) -> Result:

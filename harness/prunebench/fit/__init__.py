@@ -22,7 +22,7 @@ from prunebench.fit.copies import (
     whitened_svd,
     with_residual_bias,
 )
-from prunebench.fit.counts import ModelSize, OperatorCost, cost, extra_experts, model_size, stored_per_expert
+from prunebench.fit.counts import OPERATORS, ModelSize, OperatorCost, cost, extra_experts, model_size, stored_per_expert
 from prunebench.fit.folds import Folds
 from prunebench.fit.moments import Gram, JointMoments, Spread, pooled
 from prunebench.fit.remap import (
@@ -40,6 +40,7 @@ from prunebench.fit.statistics import ExpertMoments, InputOutputMoments, RoutedS
 from prunebench.fit.tilt import LinearMap, constant_error, fit_tilt, held_out_share, reduced_rank, squared_error
 
 __all__ = [
+    "OPERATORS",
     "CopyErrors",
     "CopyPair",
     "ExpertMoments",

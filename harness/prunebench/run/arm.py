@@ -37,6 +37,7 @@ __all__ = [
     "DEFAULT_SUITES",
     "ArmSpec",
     "PreparedArm",
+    "budget_of",
     "matches",
     "prepare",
 ]
@@ -303,7 +304,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     method = _method(spec.method, spec.parameters)
     operator = _method(spec.operator, spec.operator_parameters) or method
     scale = Scale.parse(spec.scale) if spec.scale is not None else None
-    budget = _budget(spec)
+    budget = budget_of(spec.ratio, spec.keep)
     _check_combination(spec, method, operator, scale)
     select_needs, replace_needs = _needs(method if spec.mask is None else None, operator)
     calibration = spec.calibration if select_needs else None
@@ -478,12 +479,13 @@ def _needs(selects: Method | None, operator: Method | None) -> tuple[Needs, Need
         return tuple(choosing), tuple(operator.replace_needs()) if operator is not None else ()
 
 
-def _budget(spec: ArmSpec) -> Budget | None:
-    if spec.ratio is not None and spec.keep is not None:
+def budget_of(ratio: str | None, keep: int | None) -> Budget | None:
+    """The budget of a ratio as typed or a number of experts kept, if either is given."""
+    if ratio is not None and keep is not None:
         raise UsageError("both ratio and keep are given", expected="one of them")
-    if spec.ratio is not None:
-        return Budget.of_ratio(spec.ratio)
-    return Budget(keep=spec.keep) if spec.keep is not None else None
+    if ratio is not None:
+        return Budget.of_ratio(ratio)
+    return Budget(keep=keep) if keep is not None else None
 
 
 def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | None, scale: Scale | None) -> None:
