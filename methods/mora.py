@@ -82,7 +82,7 @@ class Mora(Method):
             squared_error=proxy.squared_error,
             constant_squared_error=proxy.constant_squared_error,
             held_out_share=proxy.r2,
-            outcome=f"survivor {proxy.survivor}",
+            outcome="proxy",
         )
 
     def route(self, layer: LayerView, pruned: tuple[int, ...]) -> Routing:

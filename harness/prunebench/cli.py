@@ -93,6 +93,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--operator-param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the operator"
     )
     run.add_argument(
+        "--operator-layers", metavar="I,J", help="only in these layers; in the others the constant answers"
+    )
+    run.add_argument(
         "--scale", help="gate scale where slots are refilled: trained, other, keep, renorm, interp:A or ref:K2"
     )
     run.add_argument(
@@ -310,6 +313,7 @@ def _run(options: argparse.Namespace) -> Result:
         mask=options.mask,
         operator=options.operator,
         operator_parameters=tuple(options.operator_param),
+        operator_layers=options.operator_layers,
         scale=options.scale,
         groups=options.groups,
         ratio=options.ratio,

@@ -31,6 +31,7 @@ OPTIONS = {
         "--mask",
         "--operator",
         "--operator-param",
+        "--operator-layers",
         "--scale",
         "--groups",
         "--text",
@@ -47,6 +48,7 @@ OPTIONS = {
     }
     | MACHINE,
     "grid": {"--json", "TRACK", "--out", "--jobs"} | MACHINE,
+    "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
     "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
     "board": {"--json", "RECORDS", "--out"},
     "check-env": {"--json"},

@@ -220,12 +220,15 @@ def test_a_changed_target_is_strictly_better_on_both_folds(costs):
 
 
 def test_the_summary_counts_targets_within_each_layer():
-    one = [Remap(4, 4, "nearest already best"), Remap(9, 4, "functional"), Remap(9, 2, "functional")]
-    two = [Remap(9, 9, "folds disagree")]
-    summary = remap_summary([one, two])
-    assert (summary.slots, summary.targets, summary.most, summary.changed) == (4, 3, 2, 2)
-    assert summary.outcomes == {"nearest already best": 1, "functional": 2, "folds disagree": 1}
-    assert remap_summary([]).most == 0
+    targets = {0: {1: 4, 2: 9, 3: 9}, 1: {1: 9}}
+    summary = remap_summary(targets, ["nearest already best", "functional", "functional", "folds disagree", ""])
+    assert summary.to_json() == {
+        "slots": 4,
+        "targets": 3,
+        "most": 2,
+        "outcomes": {"folds disagree": 1, "functional": 2, "nearest already best": 1},
+    }
+    assert remap_summary({}).most == 0
 
 
 # ---------------------------------------------------------------------------------------- COMPEL's compensation

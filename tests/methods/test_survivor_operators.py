@@ -106,7 +106,7 @@ def test_the_proxy_is_the_survivor_that_a_loop_over_all_of_them_finds(moe, trace
             np.testing.assert_allclose(fill.shift_D, b_D, rtol=1e-3, atol=1e-4)
             assert row["held_out_share"] == pytest.approx(r2, abs=1e-5)
             assert row["squared_error"] == pytest.approx(error, rel=1e-4)
-            assert (row["tokens"], row["fallback"], row["outcome"]) == (count, "", f"survivor {survivor}")
+            assert (row["tokens"], row["fallback"], row["outcome"]) == (count, "", "proxy")
 
 
 @pytest.mark.parametrize("scale", ["keep", "renorm"])

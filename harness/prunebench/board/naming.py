@@ -57,7 +57,13 @@ IDENTIFYING: Final = (
     Column("fit", "operator fitted on"),
 )
 _USUAL: Final = {"dtype": "float32", "device": "cpu", "experts_implementation": "eager"}
-_PLACE: Final = {"mask": "method", "seed": "method", "budget": "ratio", "calibration.fit": "fit"}
+_PLACE: Final = {
+    "mask": "method",
+    "seed": "method",
+    "budget": "ratio",
+    "operator_layers": "operator",
+    "calibration.fit": "fit",
+}
 _SHORT: Final = 8  # characters of a digest that are shown
 
 
@@ -117,7 +123,9 @@ def _operator_detail(run: Run) -> str:
     name = operator.get("name")
     named = [str(name)] if name not in (None, run.record["arm"]["operator"]) else []
     own = [] if name == method.get("name") and _parameters(operator) == _parameters(method) else _parameters(operator)
-    return ", ".join(named + [text for text in own if not text.startswith("scale=")])
+    layers = (identity.get("operator_layers") or {}).get("only")
+    only = [f"only in layers {', '.join(map(str, layers))}"] if layers else []
+    return ", ".join(named + [text for text in own if not text.startswith("scale=")] + only)
 
 
 def _parameters(part: Mapping[str, Any] | None) -> list[str]:

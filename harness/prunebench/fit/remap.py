@@ -9,9 +9,9 @@ P pruned experts, R survivors, C candidates, S rows, D width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -117,31 +117,32 @@ def functional_remap(candidates: Sequence[int], cost_FC: Tensor) -> Remap:
 
 @dataclass(frozen=True)
 class RemapSummary:
-    """A layer's or a model's assignments at a glance (Table H.8).
+    """A model's assignments at a glance (Table H.8).
 
     Args:
-        slots: pruned experts.
+        slots: pruned experts that a survivor answers for.
         targets: distinct survivors that answer, counted within each layer.
         most: the largest number of pruned experts on one survivor.
-        changed: where the functional choice differs from the nearest.
-        outcomes: how often each outcome occurred.
+        outcomes: how often each outcome occurred, if the rule had a choice.
     """
 
     slots: int
     targets: int
     most: int
-    changed: int
     outcomes: Mapping[str, int]
 
+    def to_json(self) -> dict[str, Any]:
+        """For records."""
+        return {**vars(self), "outcomes": dict(self.outcomes)}
 
-def remap_summary(layers: Sequence[Sequence[Remap]]) -> RemapSummary:
-    """Sum up the assignments of all layers."""
-    loads = Counter((index, remap.survivor) for index, layer in enumerate(layers) for remap in layer)
-    remaps = [remap for layer in layers for remap in layer]
-    return RemapSummary(
-        len(remaps),
-        len(loads),
-        max(loads.values(), default=0),
-        sum(remap.changed for remap in remaps),
-        dict(Counter(remap.outcome for remap in remaps)),
-    )
+
+def remap_summary(targets: Mapping[int, Mapping[int, int]], outcomes: Iterable[str] = ()) -> RemapSummary:
+    """Sum up assignments.
+
+    Args:
+        targets: layer -> pruned expert -> the survivor that answers for it.
+        outcomes: of every expert; empty ones are left out.
+    """
+    loads = Counter((index, survivor) for index, layer in targets.items() for survivor in layer.values())
+    counted = Counter(outcome for outcome in outcomes if outcome)
+    return RemapSummary(sum(loads.values()), len(loads), max(loads.values(), default=0), dict(sorted(counted.items())))

@@ -44,6 +44,7 @@ __all__ = [
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
 FIT_FIELDS = ("fit_text", "fit_blocks", "fit_length", "fit_draw")
+ELSEWHERE = "constant"
 GROUP_POLICIES = ("frozen", "reselect")
 EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 LONGEST_NAME = 160  # bytes of a folder's name; file systems take 255, and unfinished writes need some for themselves
@@ -60,6 +61,8 @@ class ArmSpec:
         mask: a mask file, or the folder of a run whose mask is taken, in place of the method's `select`.
         operator: name or path of the file that gives `replace` and `route`; the method's own by default.
         operator_parameters: `name=value` texts of the operator's fields.
+        operator_layers: indices, such as `0,15`, of the only layers where the operator stands; in the others the
+            constant answers (2610.41366 App. B.4).
         scale: gate scale where slots are refilled; the operator's own by default.
         groups: who chooses the groups of a group-limited router: `frozen` (the unpruned router) or `reselect` (its
             rule, anew among the survivors).
@@ -89,6 +92,7 @@ class ArmSpec:
     mask: str | None = None
     operator: str | None = None
     operator_parameters: tuple[str, ...] = ()
+    operator_layers: str | None = None
     scale: str | None = None
     groups: str = "frozen"
     ratio: str | None = None
@@ -118,6 +122,8 @@ class ArmSpec:
             with contextlib.suppress(InvalidOperation):  # what is no number is refused where the budget is made
                 # 0.5, .5 and 0.50 are one ratio, so one arm.
                 object.__setattr__(self, "ratio", f"{Decimal(self.ratio).normalize():f}")
+        if self.operator_layers is not None:
+            object.__setattr__(self, "operator_layers", ",".join(str(index) for index in self.only_in))
         for name in FIT_FIELDS:
             if getattr(self, name) == getattr(self, name.removeprefix("fit_")):
                 # What is said twice is one request, so one arm.
@@ -133,6 +139,16 @@ class ArmSpec:
         """What an operator is fitted on: the mask's calibration, but for what was asked otherwise."""
         own = {name.removeprefix("fit_"): getattr(self, name) for name in FIT_FIELDS}
         return replace(self.calibration, **{name: value for name, value in own.items() if value is not None})
+
+    @property
+    def only_in(self) -> tuple[int, ...]:
+        """`operator_layers` as numbers, increasing; none if the operator stands everywhere."""
+        if self.operator_layers is None:
+            return ()
+        parts = [part.strip() for part in self.operator_layers.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise UsageError(f"operator layers {self.operator_layers!r}", expected="indices such as 15, or 0,8,15")
+        return tuple(sorted({int(part) for part in parts}))
 
     @property
     def dense(self) -> bool:
@@ -153,6 +169,7 @@ class ArmSpec:
                 amount,
                 operator,
                 *self.operator_parameters,
+                f"layers={self.operator_layers}" if self.operator_layers else None,
                 self.scale,
                 None if self.groups == ArmSpec.groups else self.groups,
                 None if self.text == ArmSpec.text else self.text.replace("/", "_"),
@@ -235,10 +252,11 @@ class PreparedArm:
         mask: a given mask, or None.
         mask_name: what tables call a given mask.
         operator: gives replace and route; None if dense.
+        elsewhere: the operator of the layers that `operator_layers` leaves out; None if there are none.
         scale: overriding scale, or None.
         budget: how many experts go, or None.
         select_needs: statistics that the mask is chosen by; none if it is given.
-        replace_needs: statistics that the operator is fitted by.
+        replace_needs: statistics that the operator is fitted by, and the one of the other layers.
         calibration: what the mask is chosen on; None if it is given, or chosen without statistics.
         fit: what the operator is fitted on; None if it fits nothing.
         tokens: of the calibrations of local texts; hub texts are not fetched before they are needed.
@@ -254,6 +272,7 @@ class PreparedArm:
     mask: Mask | None
     mask_name: str | None
     operator: Method | None
+    elsewhere: Method | None
     scale: Scale | None
     budget: Budget | None
     select_needs: tuple[Statistic, ...]
@@ -272,7 +291,7 @@ class PreparedArm:
     @property
     def method_files(self) -> frozenset[str]:
         """Paths of the files whose code the arm runs."""
-        return _method_files(self.method, self.operator)
+        return _method_files(self.method, self.operator, self.elsewhere)
 
 
 def _check_settings(spec: ArmSpec) -> None:
@@ -306,7 +325,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     scale = Scale.parse(spec.scale) if spec.scale is not None else None
     budget = budget_of(spec.ratio, spec.keep)
     _check_combination(spec, method, operator, scale)
-    select_needs, replace_needs = _needs(method if spec.mask is None else None, operator)
+    elsewhere = _method(ELSEWHERE, ()) if spec.only_in else None
+    select_needs, replace_needs = _needs(method if spec.mask is None else None, operator, elsewhere)
     calibration = spec.calibration if select_needs else None
     fit = spec.fit_calibration if replace_needs or (operator is not None and operator.visits) else None
     _check_fit(spec, operator, fit)
@@ -321,6 +341,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         if not mask.pruned_count:
             raise UsageError("the mask prunes nothing", where=spec.mask or "mask", expected="at least one expert")
     _check_groups(spec, operator, convention)
+    _check_layers(spec, operator, shapes)
     if scale is not None:
         scale.resolve(convention)
         _check_reference(scale, shapes, budget, mask)
@@ -357,6 +378,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     }
     if spec.groups != ArmSpec.groups:
         known["groups"] = spec.groups
+    if elsewhere is not None:
+        known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(elsewhere)}
     if mask is not None:
         known["mask"] = {"digest": mask.digest, "source": "file"}
     elif operator is None:
@@ -371,6 +394,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         mask=mask,
         mask_name=mask_name,
         operator=operator,
+        elsewhere=elsewhere,
         scale=scale,
         budget=budget,
         select_needs=select_needs,
@@ -410,6 +434,23 @@ def _check_groups(spec: ArmSpec, operator: Method | None, convention: Convention
     if operator is None or operator.keeps_slots():
         name = operator.name if operator is not None else "the dense model"
         raise UsageError(f"{name} refills no slots, so its groups stay", fix="leave --groups out")
+
+
+def _check_layers(spec: ArmSpec, operator: Method | None, shapes: tuple[LayerShape, ...]) -> None:
+    """Refuse layers that do not exist, and a choice of layers that chooses nothing."""
+    if not spec.only_in:
+        return
+    if operator is None:
+        raise UsageError("the dense model has no operator", fix="leave --operator-layers out")
+    if operator.name == ELSEWHERE:
+        raise UsageError(f"{ELSEWHERE} answers in the other layers too", fix="leave --operator-layers out")
+    indices = {shape.index for shape in shapes}
+    if unknown := [index for index in spec.only_in if index not in indices]:
+        raise UsageError(
+            f"operator layer {unknown[0]} is no MoE layer",
+            where=spec.model,
+            expected=", ".join(str(index) for index in sorted(indices)),
+        )
 
 
 def _check_fit(spec: ArmSpec, operator: Method | None, fit: CalibrationSpec | None) -> None:
@@ -472,11 +513,12 @@ def _method_files(*methods: Method | None) -> frozenset[str]:
 Needs: TypeAlias = tuple[Statistic, ...]
 
 
-def _needs(selects: Method | None, operator: Method | None) -> tuple[Needs, Needs]:
-    """The statistics that a mask is chosen by, and those that the operator is fitted by."""
-    with same_torch(), naming_the_file(_method_files(selects, operator), frozenset()):
+def _needs(selects: Method | None, *operators: Method | None) -> tuple[Needs, Needs]:
+    """The statistics that a mask is chosen by, and those that operators are fitted by, each once."""
+    with same_torch(), naming_the_file(_method_files(selects, *operators), frozenset()):
         choosing = selects.select_needs() if selects is not None else ()
-        return tuple(choosing), tuple(operator.replace_needs()) if operator is not None else ()
+        fitting = [one for operator in operators if operator is not None for one in operator.replace_needs()]
+        return tuple(choosing), tuple({one.name: one for one in reversed(fitting)}.values())[::-1]
 
 
 def budget_of(ratio: str | None, keep: int | None) -> Budget | None:

@@ -13,17 +13,19 @@ import numpy as np
 import prunebench
 from prunebench.analysis import metrics_from_items
 from prunebench.calibration import CalibrationSpec, CalibrationTokens
+from prunebench.fit import remap_summary
 from prunebench.integrity import Check
 from prunebench.loader import content_root
 from prunebench.plan import FittedPlan, Plan
 from prunebench.record import SCHEMA, Item, items_to_table, run_id
-from prunebench.replacement import Constant, Zero
+from prunebench.replacement import AffineSurvivor, Constant, Survivor, Zero
 from prunebench.routing import Convention, Scale
 from prunebench.run.arm import PreparedArm, calibrations_json
 from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
 
 __all__ = ["git_state", "record_of", "routing_of"]
 
+SURVIVORS = (Survivor.__name__, AffineSurvivor.__name__)
 PACKAGES = ("torch", "transformers", "lm-eval", "numpy", "tokenizers", "safetensors")
 
 
@@ -71,7 +73,22 @@ def record_of(
         "tensors": {} if plan is None else plan.manifest(),
         "provenance": _provenance(),
         **({} if fitted is None else {"fit": fitted.to_json()}),
+        **({} if plan is None else _remap(plan, fitted)),
     }
+
+
+def _remap(plan: Plan, fitted: FittedPlan | None) -> dict[str, Any]:
+    """Which survivor answers for which pruned expert, if any does (Table H.8)."""
+    targets = {
+        layer.index: {e: fill.config["survivor"] for e, fill in layer.fills.items() if fill.kind in SURVIVORS}
+        for layer in plan.layers
+    }
+    if not any(targets.values()):
+        return {}
+    coverage = fitted.coverage.values() if fitted is not None else ()
+    outcomes = [row["outcome"] for rows in coverage for row in rows.values()]
+    layers = {str(index): {str(e): j for e, j in layer.items()} for index, layer in targets.items() if layer}
+    return {"remap": {**remap_summary(targets, outcomes).to_json(), "layers": layers}}
 
 
 def _operator_name(arm: PreparedArm, plan: Plan | None) -> str | None:
