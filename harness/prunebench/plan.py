@@ -274,7 +274,7 @@ def fit_plan(
         moe: the opened, untouched model.
         mask: the pruned experts; must fit the model.
         operator: gives `replace` and `route`.
-        scores: the pass that holds those of `operator.replace_needs()` that a score pass measures; None if none are.
+        scores: what holds those of `operator.replace_needs()` that a score or gradient pass measures; None if none are.
         tokens: what the operator is fitted on.
         batch_tokens: tokens per forward.
         scale: overrides the operator's scale.
@@ -286,7 +286,7 @@ def fit_plan(
     """
     mask.check_fits(moe.shapes)
     views = {view.index: view for view in _operator_views(moe, operator, scores)}
-    _, measured = by_pass(operator.replace_needs())
+    measured = by_pass(operator.replace_needs()).fit
     answers: dict[int, _Answered] = {}
     seen = 0
 
