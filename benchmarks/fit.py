@@ -1,28 +1,41 @@
-"""What a streamed fit pass costs: time beside a plain forward and beside the bare float64 Gram products, and memory.
+"""What a streamed fit pass and a gradient pass cost: time beside a plain forward and bare products, and memory.
 
     python benchmarks/fit.py [--device cpu|cuda] [--blocks N] [--length N] [--experts N] [--depths 2 8]
 
 OLMoE 1024 wide, 64 experts, top-8, of which half are pruned: per pruned expert Σ x, Σ f, Σ x xᵀ and Σ f xᵀ, what a
 linear fit of its outputs needs, and the built-in statistics; per layer they become one small tensor before the next
-layer comes. All layers share one layer's weights, so that depth adds nothing but work. One thread, CPU seconds; on CUDA
-bfloat16 and wall seconds. Every pass has its proof in it: four forwards of two blocks, which a long text dwarfs. Peaks
-are above what the model takes: resident memory on CPU, allocated memory on CUDA.
+layer comes. The gradient pass measures Fisher. All layers share one layer's weights, so that depth adds nothing but work. One thread, CPU seconds; on CUDA
+bfloat16 and wall seconds. Every fit pass has its proof in it: four forwards of two blocks, which a long text dwarfs. A
+gradient pass runs one block at a time, so it stands beside forwards of one block too. Peaks are above what the model
+takes: resident memory on CPU, allocated memory on CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
+import gc
 import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prunebench.calibration import LayerVisit, Statistic, StreamResult, stream_layers
+from prunebench.calibration import (
+    CalibrationSpec,
+    CalibrationTokens,
+    Fisher,
+    LayerVisit,
+    Statistic,
+    StreamResult,
+    gradient_pass,
+    stream_layers,
+)
 from prunebench.calibration.statistics import BUILT_IN
 from prunebench.calibration.stream import PROOF_BLOCKS
 from prunebench.moe import MoEModel, TokenBatch, open_model
@@ -109,14 +122,28 @@ def seconds(work: Callable[[], Any], device: str) -> tuple[float, Any]:
     return clock() - start, result
 
 
-def resident(device: str, *, peak: bool) -> float:
-    """MiB in use now, or at most so far."""
+def peak_above(work: Callable[[], Any], device: str) -> tuple[float, float, Any]:
+    """The most MiB that a call takes above what is in use before it; its seconds and its result."""
+    gc.collect()
+    if device == "cpu":
+        # Give freed memory back, and start the kernel's own high-water mark anew.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
+        torch.cuda.reset_peak_memory_stats()
+    before = in_use(device, peak=False)
+    taken, result = seconds(work, device)
+    return in_use(device, peak=True) - before, taken, result
+
+
+def in_use(device: str, *, peak: bool) -> float:
+    """MiB in use now, or at most since the mark was set."""
     if device != "cpu":
         return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**20
-    if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    with open("/proc/self/statm") as file:  # noqa: PTH123  no path of ours
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+    if not peak:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 2**10
 
 
 def fit(moe: MoEModel, text: Text, pruned: Sequence[int]) -> StreamResult:
@@ -135,6 +162,11 @@ def plain(moe: MoEModel, text: Text) -> None:
     with torch.inference_mode():
         for batch in text.batches:
             moe.model(input_ids=batch["input_ids"].to(moe.input_device), use_cache=False, logits_to_keep=1)
+
+
+def one_by_one(moe: MoEModel, text: Text) -> None:
+    """A forward per block."""
+    plain(moe, Text(text.ids_BL, tuple({"input_ids": ids_1L} for ids_1L in text.ids_BL.split(1))))
 
 
 def nothing(visit: LayerVisit) -> dict[str, Tensor]:
@@ -199,16 +231,15 @@ def main() -> None:
     print(
         f"{ids_BL.numel()} tokens in {len(text.batches)} batches, {len(pruned)} of {arguments.experts} pruned, {device}"
     )
-    peaks: dict[int, float] = {}
+    peaks: dict[str, dict[int, float]] = {"fit": {}, "gradient": {}}
+    tokens = CalibrationTokens(CalibrationSpec("file:random", *shape), ids_BL, "random")
     for depth in sorted(arguments.depths):
         moe = open_model(deep_model(base, depth))
         plain(moe, text)
-        if device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-        before = resident(device, peak=False)
-        fitted, result = seconds(lambda moe=moe: fit(moe, text, pruned), device)
-        peaks[depth] = resident(device, peak=True) - before
+        peaks["gradient"][depth], gradients, _ = peak_above(lambda m=moe: gradient_pass(m, tokens, [Fisher()]), device)
+        peaks["fit"][depth], fitted, result = peak_above(lambda m=moe: fit(m, text, pruned), device)
         forward, _ = seconds(lambda moe=moe: plain(moe, text), device)
+        single, _ = seconds(lambda moe=moe: one_by_one(moe, text), device)
         streamed, _ = seconds(lambda moe=moe: stream_layers(moe, text.batches, nothing), device)
         first = {"input_ids": ids_BL[:PROOF_BLOCKS].to(device)}
         proof, _ = seconds(lambda moe=moe, first=first: prove(moe, first), device)
@@ -222,10 +253,14 @@ def main() -> None:
         print(f"  streaming only {streamed:7.2f} s   less the proof / forward   {(streamed - proof) / forward:6.2f}")
         print(f"  Gram products  {products:7.2f} s   fit / products             {fitted / products:6.2f}")
         print(f"{'':28}less the proof / (both)    {(fitted - proof) / (forward + products):6.2f}")
-        print(f"  peak memory    {peaks[depth]:7.0f} MiB above the model's")
-    if len(peaks) > 1:
-        low, high = min(peaks), max(peaks)
-        print(f"peak with {high} layers / with {low}: {peaks[high] / peaks[low]:.3f}")
+        print(f"  gradient pass  {gradients:7.2f} s   gradient / forward         {gradients / forward:6.2f}")
+        print(f"  block by block {single:7.2f} s   gradient / (block by block){gradients / single:6.2f}")
+        for name, peak in peaks.items():
+            print(f"  peak memory    {peak[depth]:7.0f} MiB above the model's, {name} pass")
+    for name, peak in peaks.items():
+        low, high = min(peak), max(peak)
+        if low != high:
+            print(f"{name} pass, peak with {high} layers / with {low}: {peak[high] / peak[low]:.3f}")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prunebench.calibration import CalibrationSpec as CalibrationSpec
     from prunebench.calibration import Count as Count
+    from prunebench.calibration import Fisher as Fisher
     from prunebench.calibration import GateNormSum as GateNormSum
     from prunebench.calibration import GateSquaredNormSquaredSum as GateSquaredNormSquaredSum
     from prunebench.calibration import GateSum as GateSum
+    from prunebench.calibration import GradientStatistic as GradientStatistic
     from prunebench.calibration import Moments as Moments
     from prunebench.calibration import NormSum as NormSum
     from prunebench.calibration import OutputMoments as OutputMoments
     from prunebench.calibration import Statistic as Statistic
+    from prunebench.calibration import TrueFisher as TrueFisher
     from prunebench.errors import IntegrityError as IntegrityError
     from prunebench.errors import PrerequisiteError as PrerequisiteError
     from prunebench.errors import PruneBenchError as PruneBenchError
@@ -102,6 +105,7 @@ _MODULE_OF = {
     "ExpertMoments": "fit",
     "ExpertRows": "method",
     "Fill": "replacement",
+    "Fisher": "calibration",
     "Fitted": "fit",
     "Folds": "fit",
     "GateNormSum": "calibration",
@@ -109,6 +113,7 @@ _MODULE_OF = {
     "GateSum": "calibration",
     "GatedWeights": "replacement",
     "Generation": "evaluate",
+    "GradientStatistic": "calibration",
     "Gram": "fit",
     "InputOutputMoments": "fit",
     "IntegrityError": "errors",
@@ -141,6 +146,7 @@ _MODULE_OF = {
     "Survivor": "replacement",
     "Tilt": "replacement",
     "TokenBatch": "moe",
+    "TrueFisher": "calibration",
     "UsageError": "errors",
     "Zero": "replacement",
     "best_proxy": "fit",

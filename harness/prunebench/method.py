@@ -313,7 +313,7 @@ class Method(ABC):
 
     def in_fit_pass(self) -> bool:
         """Whether `replace` has to be asked layer by layer, in a fit pass."""
-        return self.visits or bool(by_pass(self.replace_needs())[1])
+        return self.visits or bool(by_pass(self.replace_needs()).fit)
 
     def parameters(self) -> dict[str, Any]:
         """The dataclass fields, as recorded."""

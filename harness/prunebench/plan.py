@@ -258,12 +258,14 @@ class FittedPlan:
         tokens: T, calibration tokens that each layer saw.
         proof: whether the layers were streamed, and why not.
         coverage: layer -> expert -> its `Fitted` but for the fill.
+        checkpoint: where answered layers were saved.
     """
 
     plan: Plan
     tokens: int
     proof: Proof
     coverage: Mapping[int, Mapping[int, Mapping[str, Any]]]
+    checkpoint: Checkpoint | None = None
 
     def to_json(self) -> dict[str, Any]:
         """How the fit went, as it goes into a record: by layer its coverage, and by expert.
@@ -305,7 +307,7 @@ def fit_plan(
         moe: the opened, untouched model.
         mask: the pruned experts; must fit the model.
         operator: gives `replace` and `route`.
-        scores: the pass that holds those of `operator.replace_needs()` that a score pass measures; None if none are.
+        scores: what holds those of `operator.replace_needs()` that a score or gradient pass measures; None if none are.
         tokens: what the operator is fitted on.
         batch_tokens: tokens per forward.
         scale: overrides the operator's scale.
@@ -320,7 +322,7 @@ def fit_plan(
     """
     mask.check_fits(moe.shapes)
     views = {view.index: view for view in _operator_views(moe, operator, scores)}
-    _, measured = by_pass(operator.replace_needs())
+    measured = by_pass(operator.replace_needs()).fit
 
     def work(visit: LayerVisit) -> Mapping[str, Tensor]:
         index = visit.layer.index
@@ -346,7 +348,7 @@ def fit_plan(
     in_order = [answers[index] for index in views]
     plan = _assembled(mask, operator, scale, in_order)
     coverage = {one.layer.index: one.coverage for one in in_order if one.coverage}
-    return FittedPlan(plan, result.tokens, result.proof, coverage)
+    return FittedPlan(plan, result.tokens, result.proof, coverage, checkpoint)
 
 
 @dataclass(frozen=True)

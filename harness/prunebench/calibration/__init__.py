@@ -1,9 +1,10 @@
 """Calibration: which text (`text`), what is measured on it (`statistics`), and the passes that measure.
 
 The score pass (`score`) sees every layer at once, in one plain forward; the fit pass (`stream`) one layer after the
-other, as often as needed.
+other, as often as needed; the gradient pass (`gradient`) the gradients of every expert, one sequence at a time.
 """
 
+from prunebench.calibration.gradient import Fisher, GradientStatistic, TrueFisher, gradient_pass, split_gradient
 from prunebench.calibration.score import ScoreResult, score_pass
 from prunebench.calibration.statistics import (
     Count,
@@ -32,10 +33,12 @@ __all__ = [
     "CalibrationTokens",
     "Checkpoint",
     "Count",
+    "Fisher",
     "FitResult",
     "GateNormSum",
     "GateSquaredNormSquaredSum",
     "GateSum",
+    "GradientStatistic",
     "LayerVisit",
     "Moments",
     "NormSum",
@@ -43,10 +46,13 @@ __all__ = [
     "ScoreResult",
     "Statistic",
     "StreamResult",
+    "TrueFisher",
     "by_pass",
     "fit_pass",
+    "gradient_pass",
     "only_experts",
     "score_pass",
+    "split_gradient",
     "stream_layers",
     "tokens_of",
 ]

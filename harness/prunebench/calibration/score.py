@@ -24,7 +24,7 @@ from prunebench.mask import write_atomically
 from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
 from prunebench.moe.decoder import LAST_TOKEN
 
-__all__ = ["ScoreResult", "batches_of", "check_slots", "identity_slots", "score_pass", "with_built_in"]
+__all__ = ["ScoreResult", "batches_of", "check_slots", "distinct", "identity_slots", "score_pass", "settings_of", "with_built_in"]
 
 Progress = Callable[[int, int], None]
 
@@ -40,6 +40,11 @@ class ScoreResult:
 
     tokens: int
     layers: Mapping[int, Mapping[str, Statistic]]
+
+    def joined(self, other: ScoreResult) -> ScoreResult:
+        """This and another pass over the same text, of other statistics."""
+        both = {index: {**mine, **other.layers[index]} for index, mine in self.layers.items()}
+        return ScoreResult(self.tokens, both)
 
     def save(self, path: Path, key: str) -> None:
         """Write all states to one file, atomically, labelled with what they are of."""
@@ -76,7 +81,16 @@ class ScoreResult:
 
 def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
     """The asked statistics and every built-in one: a pass costs much the same, and then serves all methods."""
-    named: dict[str, Statistic] = {kind.name: kind() for kind in BUILT_IN}
+    return distinct((*(kind() for kind in BUILT_IN), *statistics))
+
+
+def distinct(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
+    """One statistic of each name.
+
+    Raises:
+        UsageError: a name that is no name, or that two kinds of statistics have, or two with other settings.
+    """
+    named: dict[str, Statistic] = {}
     for statistic in statistics:
         if not re.fullmatch(r"\w+", statistic.name):
             raise UsageError(
@@ -89,8 +103,20 @@ def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
                 where=type(statistic).__name__,
                 fix="give yours another name",
             )
+        if known is not None and settings_of(known) != settings_of(statistic):
+            raise UsageError(
+                f"two statistics named {statistic.name!r} have different settings",
+                where=type(statistic).__name__,
+                expected="one of each name on a calibration text",
+                fix="give both the same, or fit on another draw",
+            )
         named[statistic.name] = statistic
     return tuple(named.values())
+
+
+def settings_of(statistic: Statistic) -> dict[str, str]:
+    """What a statistic was made with: it may have parameters of its own."""
+    return {name: repr(value) for name, value in vars(statistic).items() if name != "state"}
 
 
 def batches_of(tokens: CalibrationTokens, batch_tokens: int) -> tuple[Tensor, ...]:
@@ -144,6 +170,12 @@ def score_pass(
         UsageError: a statistic that needs another visit.
     """
     for statistic in statistics:
+        if statistic.measured_in == "gradient":
+            raise UsageError(
+                f"statistic {statistic.name!r} is of gradients",
+                where="a score pass, which has none",
+                fix="measure it by gradient_pass",
+            )
         if statistic.after:
             raise UsageError(
                 f"statistic {statistic.name!r} comes after {', '.join(statistic.after)}",

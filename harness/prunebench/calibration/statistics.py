@@ -12,17 +12,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prunebench.errors import UsageError
 from prunebench.moe import TokenBatch
 
 __all__ = [
     "BUILT_IN",
+    "ByPass",
     "Count",
     "GateNormSum",
     "GateSquaredNormSquaredSum",
@@ -57,15 +59,16 @@ class Statistic(ABC):
     One that needs others of the same layer to be finished names them in `after`: a fit pass then visits the layer once
     more (`calibration.stream`); what `value` needs of theirs belongs into `state`.
 
-    `measured_in` names the pass that measures it for a method's `replace`: `score` sees every expert of every layer at
-    once and is kept for other arms; `fit` sees pruned experts only, one layer after the other, and is right for what is
-    large per expert. What `select` needs is of every expert, so always of a score pass.
+    `measured_in` names the pass that measures it: `gradient` sees the gradients of every expert, sequence by sequence
+    (`calibration.gradient`), and is kept for other arms. For a method's `replace`, `score` sees every expert of every
+    layer at once and is kept too; `fit` sees pruned experts only, one layer after the other, and is right for what is
+    large per expert. What `select` needs is of every expert, so of a score or a gradient pass.
     """
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     after: ClassVar[tuple[str, ...]] = ()
-    measured_in: ClassVar[Literal["score", "fit"]] = "score"
+    measured_in: ClassVar[Literal["score", "fit", "gradient"]] = "score"
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
@@ -96,16 +99,39 @@ class Statistic(ABC):
         self.state = {key: value.cpu() for key, value in self.state.items()}
 
 
-def by_pass(statistics: Sequence[Statistic]) -> tuple[tuple[Statistic, ...], tuple[Statistic, ...]]:
-    """A method's `replace_needs` as those of a score pass and those of a fit pass.
+class ByPass(NamedTuple):
+    """Statistics by the pass that measures them."""
 
-    Of a fit pass are those that say so, those that come after others, and the others, whom they have to follow.
+    score: tuple[Statistic, ...]
+    fit: tuple[Statistic, ...]
+    gradient: tuple[Statistic, ...]
+
+
+def by_pass(statistics: Sequence[Statistic]) -> ByPass:
+    """A method's `replace_needs` by the pass that measures each.
+
+    Of a gradient pass are those that say so. Of a fit pass are those that say so, those that come after others, and the
+    others, whom they have to follow.
+
+    Raises:
+        UsageError: one that comes after another of a gradient pass.
     """
+    gradient = tuple(one for one in statistics if one.measured_in == "gradient")
+    statistics = tuple(one for one in statistics if one.measured_in != "gradient")
+    of_gradients = {one.name for one in gradient}
+    for one in statistics:
+        if early := sorted(of_gradients & set(one.after)):
+            raise UsageError(
+                f"statistic {one.name!r} comes after {early[0]}, which is of another pass",
+                where=type(one).__name__,
+                expected="statistics of the fit pass",
+                fix="declare both, and put them together in `replace`",
+            )
     fitted = {one.name for one in statistics if one.measured_in == "fit" or one.after}
     while more := {name for one in statistics if one.name in fitted for name in one.after} - fitted:
         fitted |= more
     score = tuple(one for one in statistics if one.name not in fitted)
-    return score, tuple(one for one in statistics if one.name in fitted)
+    return ByPass(score, tuple(one for one in statistics if one.name in fitted), gradient)
 
 
 class _Sum(Statistic):

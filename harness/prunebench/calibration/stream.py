@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -88,6 +89,10 @@ class Checkpoint:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
         except (OSError, SafetensorError):
             return None
+
+    def forget(self) -> None:
+        """Remove what was saved, once it is of no use any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

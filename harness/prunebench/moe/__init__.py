@@ -1,5 +1,6 @@
 """One uniform view over the MoE layers of a transformers model, and the only hooks that touch it."""
 
+from prunebench.moe.gradients import SeeGradients, expert_gradients
 from prunebench.moe.hooks import Instrument, LayerCounters, LayerProgram, TokenBatch
 from prunebench.moe.inspect import ModelReport, inspect_model
 from prunebench.moe.layer import MoELayer, MoEModel, open_model
@@ -23,9 +24,11 @@ __all__ = [
     "MoELayer",
     "MoEModel",
     "ModelReport",
+    "SeeGradients",
     "TokenBatch",
     "check_device",
     "context_length",
+    "expert_gradients",
     "experts_implementation_for",
     "inspect_model",
     "load_model",

@@ -1,8 +1,8 @@
 """Executing arms on one loaded model: calibrate, select, plan, prove, evaluate, record.
 
-A `Session` holds the model that was loaded last and what is true of it (score passes, the empty-mask proof), so one
-dense load and one score pass serve every arm on it. Score passes are also kept on disk beside the records, keyed by
-content, so an interrupted grid resumes without repeating them.
+A `Session` holds the model that was loaded last and what is true of it (score and gradient passes, the empty-mask
+proof), so one dense load and one pass of each serve every arm on it. These passes are also kept on disk beside the
+records, keyed by content, so an interrupted grid resumes without repeating them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, by_pass, score_pass
-from prunebench.calibration.score import with_built_in
+from prunebench.calibration import (
+    CalibrationSpec,
+    CalibrationTokens,
+    ScoreResult,
+    Statistic,
+    by_pass,
+    gradient_pass,
+    score_pass,
+    split_gradient,
+)
+from prunebench.calibration.score import distinct, settings_of, with_built_in
+from prunebench.calibration.stream import Checkpoint
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy
 from prunebench.install import installed
@@ -71,7 +81,7 @@ class Session:
     """Executes arms, keeping the last model loaded.
 
     Args:
-        out: records folder; score passes are cached below it, in a hidden folder.
+        out: records folder; score and gradient passes are cached below it, in a hidden folder.
         progress: called with (what, done, total).
     """
 
@@ -79,6 +89,7 @@ class Session:
         self.out = out
         self.progress = progress
         self.score_passes = 0
+        self.gradient_passes = 0
         self._loaded: tuple[tuple[Any, ...], LoadedModel] | None = None
         self._passes: dict[str, ScoreResult] = {}
         self._proofs: dict[str, Check] = {}
@@ -129,6 +140,8 @@ class Session:
             "git": git_state(),
         }
         write_run(folder, record, items)
+        if fitted is not None and fitted.checkpoint is not None:
+            fitted.checkpoint.forget()
         return Outcome(folder, read_run(folder), reused=False)
 
     # --- steps
@@ -184,12 +197,14 @@ class Session:
     ) -> tuple[Plan | None, str | None, FittedPlan | None]:
         """The arm's plan, where its mask is from, and how a fit pass went; nothing if dense.
 
-        A fit pass is one operator's on one mask, so nothing of it is kept for other arms; score passes are.
+        A fit pass is one operator's on one mask, so nothing of it is kept for other arms; the other passes are.
         """
         if arm.operator is None:
             return None, None, None
         needs: dict[CalibrationSpec, list[Statistic]] = {}
-        for one, wanted in ((arm.calibration, arm.select_needs), (arm.fit, by_pass(arm.replace_needs)[0])):
+        fit_needs = by_pass(arm.operator.replace_needs())
+        fitting = (*fit_needs.score, *fit_needs.gradient, *(arm.elsewhere.replace_needs() if arm.elsewhere else ()))
+        for one, wanted in ((arm.calibration, arm.select_needs), (arm.fit, fitting)):
             if one is not None and wanted:
                 needs.setdefault(one, []).extend(wanted)
         scores = {one: self._scores(arm, loaded, tokens[one], wanted) for one, wanted in needs.items()}
@@ -202,19 +217,38 @@ class Session:
             with same_torch():
                 mask, source = self._select(arm, arm.method, loaded, chosen_on), arm.method.name
         with same_torch():
-            if arm.fit is None or not arm.operator.in_fit_pass():
-                return make_plan(loaded.moe, mask, arm.operator, fitted_on, scale=arm.scale), source, None
-            fitted = fit_plan(
-                loaded.moe,
-                mask,
-                arm.operator,
-                fitted_on,
-                tokens[arm.fit],
-                batch_tokens=arm.spec.batch_tokens,
-                scale=arm.scale,
-                progress=self._report,
-            )
-            return fitted.plan, source, fitted
+            plan, fitted = self._answers(arm, arm.operator, loaded, mask, fitted_on, tokens)
+            if arm.elsewhere is not None:
+                plan = plan.only_in(arm.spec.only_in, make_plan(loaded.moe, mask, arm.elsewhere, fitted_on))
+        return plan, source, fitted
+
+    def _answers(  # noqa: PLR0917  what a plan is made of
+        self,
+        arm: PreparedArm,
+        operator: Method,
+        loaded: LoadedModel,
+        mask: Mask,
+        scores: ScoreResult | None,
+        tokens: Mapping[CalibrationSpec, CalibrationTokens],
+    ) -> tuple[Plan, FittedPlan | None]:
+        """The operator's plan, from statistics that are there or in a fit pass, which a killed run resumes."""
+        if arm.fit is None or not operator.in_fit_pass():
+            return make_plan(loaded.moe, mask, operator, scores, scale=arm.scale), None
+        key = canonical_json([arm.known, mask.digest, tokens[arm.fit].fingerprint])
+        folder = self.out / CACHE / f"fit-{sha256(key.encode()).hexdigest()[:16]}"
+        fitted = fit_plan(
+            loaded.moe,
+            mask,
+            operator,
+            scores,
+            tokens[arm.fit],
+            batch_tokens=arm.spec.batch_tokens,
+            scale=arm.scale,
+            layers=arm.spec.only_in or None,
+            checkpoint=Checkpoint(folder, key),
+            progress=self._report,
+        )
+        return fitted.plan, fitted
 
     def _select(self, arm: PreparedArm, method: Method, loaded: LoadedModel, scores: ScoreResult | None) -> Mask:
         assert arm.budget is not None
@@ -238,31 +272,53 @@ class Session:
     def _scores(
         self, arm: PreparedArm, loaded: LoadedModel, tokens: CalibrationTokens, needs: Sequence[Statistic]
     ) -> ScoreResult:
-        """The score pass that holds these statistics: from memory, from disk, or run now by one process only."""
-        statistics = with_built_in(needs)
-        key = canonical_json(
-            [
-                *(arm.known[name] for name in ("model", "dtype", "device", "experts_implementation", "batch_tokens")),
-                tokens.fingerprint,
-                {s.name: [type(s).__module__, s.version, _settings(s)] for s in statistics},
-            ]
-        )
-        if key not in self._passes:
-            path = self.out / CACHE / f"scores-{sha256(key.encode()).hexdigest()[:16]}.safetensors"
+        """What holds these statistics: a score pass, a gradient pass, or both."""
+        others, gradient = split_gradient(needs)
+        # One sequence at a time, so a gradient pass does not depend on the batch.
+        basis = [arm.known[name] for name in ("model", "dtype", "device", "experts_implementation")]
+        found: list[ScoreResult] = []
+
+        def score() -> ScoreResult:
+            self.score_passes += 1
+            return score_pass(
+                loaded.moe,
+                tokens,
+                with_built_in(others),
+                batch_tokens=arm.spec.batch_tokens,
+                progress=lambda done, total: self._report("score pass", done, total),
+            )
+
+        def differentiate() -> ScoreResult:
+            self.gradient_passes += 1
+            return gradient_pass(
+                loaded.moe,
+                tokens,
+                split_gradient(distinct(gradient))[1],
+                progress=lambda done, total: self._report("gradient pass", done, total),
+            )
+
+        if others:
+            key = [*basis, arm.known["batch_tokens"], tokens.fingerprint]
+            found.append(self._kept("scores", key, with_built_in(others), score))
+        if gradient:
+            found.append(self._kept("gradients", [*basis, tokens.fingerprint], distinct(gradient), differentiate))
+        return found[0] if len(found) == 1 else found[0].joined(found[1])
+
+    def _kept(
+        self, kind: str, basis: Sequence[Any], statistics: Sequence[Statistic], measure: Callable[[], ScoreResult]
+    ) -> ScoreResult:
+        """A pass: from memory, from disk, or run now by one process only."""
+        key = canonical_json([*basis, {s.name: [type(s).__module__, s.version, settings_of(s)] for s in statistics}])
+        name = f"{kind}-{sha256(key.encode()).hexdigest()[:16]}.safetensors"
+        if name not in self._passes:
+            path = self.out / CACHE / name
             with _lock(path):
                 scores = ScoreResult.load(path, key, statistics)
                 if scores is None:
-                    self.score_passes += 1
-                    scores = score_pass(
-                        loaded.moe,
-                        tokens,
-                        statistics,
-                        batch_tokens=arm.spec.batch_tokens,
-                        progress=lambda done, total: self._report("score pass", done, total),
-                    )
+                    scores = measure()
                     scores.save(path, key)
-            self._passes[key] = scores
-        return self._passes[key]
+            self._passes[name] = scores
+        return self._passes[name]
 
     def _empty_mask_proof(self, loaded: LoadedModel, tokens: CalibrationTokens) -> Check:
         """Check 1, once per loaded model and calibration text."""
@@ -317,11 +373,6 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
     except TypeError as error:
         raise UsageError(f"run: {error}", expected=", ".join(ArmSpec.__dataclass_fields__)) from error
     return Session(Path(out), progress=progress).execute(prepare(spec))
-
-
-def _settings(statistic: Statistic) -> dict[str, str]:
-    """What a statistic was made with: it may have parameters of its own."""
-    return {name: repr(value) for name, value in vars(statistic).items() if name != "state"}
 
 
 # --- helpers

@@ -9,7 +9,15 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, score_pass
+from prunebench.calibration import (
+    CalibrationSpec,
+    CalibrationTokens,
+    ScoreResult,
+    Statistic,
+    gradient_pass,
+    score_pass,
+    split_gradient,
+)
 from prunebench.install import slice_layer
 from prunebench.mask import Budget, Mask
 from prunebench.method import Method
@@ -55,10 +63,12 @@ def _kept_model(family: str, experts: int, top_k: int, seed: int, implementation
 def score(
     moe: MoEModel, statistics: Sequence[Statistic], *, ids_BL: Tensor | None = None, batch_tokens: int = 8192
 ) -> ScoreResult:
-    """A score pass over given token ids ([B, L]), by default 4 random blocks of 24."""
+    """A score pass over given token ids ([B, L]), by default 4 random blocks of 24, and where needed a gradient pass."""
     ids_BL = random_ids() if ids_BL is None else ids_BL
     tokens = CalibrationTokens(CalibrationSpec("file:random", *ids_BL.shape), ids_BL, "random")
-    return score_pass(moe, tokens, statistics, batch_tokens=batch_tokens)
+    others, gradient = split_gradient(statistics)
+    scores = score_pass(moe, tokens, others, batch_tokens=batch_tokens)
+    return scores.joined(gradient_pass(moe, tokens, gradient)) if gradient else scores
 
 
 def select(method: Method, moe: MoEModel, budget: Budget, *, ids_BL: Tensor | None = None, seed: int = 0) -> Mask:
