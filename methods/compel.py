@@ -32,7 +32,7 @@ class Compel(Method):
 
     def __post_init__(self) -> None:
         Scale.parse(self.scale)
-        if self.epsilon <= 0:
+        if not self.epsilon > 0:
             raise UsageError(f"epsilon {self.epsilon}", expected="more than 0")
 
     def replace_needs(self) -> tuple[Statistic, ...]:

@@ -51,7 +51,7 @@ class Mora(Method):
         Scale.parse(self.scale)
         if not self.threshold < 1:
             raise UsageError(f"a threshold of {self.threshold} for R²", expected="less than 1")
-        if self.ridge < 0:
+        if not self.ridge >= 0:
             raise UsageError(f"ridge {self.ridge}", expected="0 or more")
 
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:

@@ -13,6 +13,7 @@ from prunebench import (
     Method,
     Replacements,
     RoutedGrams,
+    UsageError,
     check_copy_budget,
     copy_errors,
     copy_size,
@@ -49,6 +50,8 @@ class SvdWhitened(Method):
 
     def __post_init__(self) -> None:
         check_copy_budget(self.tilt_rank, self.times)
+        if not self.damping >= 0:
+            raise UsageError(f"damping {self.damping}", expected="0 or more")
 
     def replace(self, layer: LayerView, pruned: tuple[int, ...]) -> Replacements:
         experts = {e: layer.gated(e) for e in pruned}

@@ -44,6 +44,8 @@ class Tilt(Method):
             raise UsageError(
                 f"rank {self.rank} is no tilt", expected="at least 1", fix="for rank 0 use the operator constant"
             )
+        if not (self.ridge >= 0 and self.clip > 0):
+            raise UsageError(f"ridge {self.ridge} and clip {self.clip}", expected="0 or more, and more than 0")
 
     def replace_needs(self) -> tuple[Statistic, ...]:
         return (InputOutputMoments(folds=2),)

@@ -71,8 +71,8 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
-_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,)}
-"""How a fit pass went, for people; runs without one do not have it."""
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,), "remap": (dict,)}
+"""How a fit pass went, and which survivors answer for whom, for people; runs without do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),
