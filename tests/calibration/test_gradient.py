@@ -161,7 +161,9 @@ def test_sequences_do_not_depend_on_each_other_and_streams_merge():
     moe, ids_BL = opened(), random_ids(7, 12)
     whole = gradient_pass(moe, tokens(ids_BL), [Fisher(), TrueFisher()]).layers
     for cut in (1, 3):
-        parts = [gradient_pass(moe, tokens(part), [Fisher(), TrueFisher()]).layers for part in ids_BL.tensor_split([cut])]
+        parts = [
+            gradient_pass(moe, tokens(part), [Fisher(), TrueFisher()]).layers for part in ids_BL.tensor_split([cut])
+        ]
         for index, members in whole.items():
             for name, one in members.items():
                 merged = copy.deepcopy(parts[0][index][name])
@@ -348,17 +350,16 @@ def test_it_is_left_so_after_an_error_too_and_the_next_pass_is_right(where):
     def stop(*_):
         raise Stop
 
+    handle = moe.layers[1].block.register_forward_hook(stop) if where == "forward" else None
     with pytest.raises(Stop):
-        if where == "backward":
-            gradient_pass(moe, tokens(ids_BL), [Stopping()])
-        elif where == "progress":
-            gradient_pass(moe, tokens(ids_BL), [Fisher()], progress=stop)
-        else:
-            handle = moe.layers[1].block.register_forward_hook(stop)
-            try:
-                gradient_pass(moe, tokens(ids_BL), [Fisher()])
-            finally:
-                handle.remove()
+        gradient_pass(
+            moe,
+            tokens(ids_BL),
+            [Stopping() if where == "backward" else Fisher()],
+            progress=stop if where == "progress" else None,
+        )
+    if handle is not None:
+        handle.remove()
     assert_untouched(moe, before)
     assert_equal(fisher(moe, ids_BL), wanted, 0)
 
@@ -420,9 +421,13 @@ def test_the_graph_and_the_gradients_are_let_go_of(monkeypatch):
 
 def test_a_kernel_without_a_backward_is_refused_by_name():
     moe = opened()
-    library = torch.library.custom_op("prunebench_tests::twice", lambda x: 2 * x, mutates_args=(), schema="(Tensor x) -> Tensor")
+    library = torch.library.custom_op(
+        "prunebench_tests::twice", lambda x: 2 * x, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
     handle = moe.layers[1].block.register_forward_hook(lambda _m, _a, y: library(y))
-    with pytest.raises(UsageError, match=r"OlmoeForCausalLM cannot be differentiated: .*; fix: load it with others") as info:
+    with pytest.raises(
+        UsageError, match=r"OlmoeForCausalLM cannot be differentiated: .*; fix: load it with others"
+    ) as info:
         fisher(moe, random_ids(1, 8))
     assert "\n" not in str(info.value)
     handle.remove()
@@ -452,7 +457,10 @@ def test_float16_is_refused():
 
 def test_an_instrument_is_refused():
     moe = opened()
-    with Instrument(moe, {0: LayerProgram((1,))}), pytest.raises(UsageError, match="something is installed on the layer"):
+    with (
+        Instrument(moe, {0: LayerProgram((1,))}),
+        pytest.raises(UsageError, match="something is installed on the layer"),
+    ):
         fisher(moe, random_ids(1, 8))
 
 
@@ -529,9 +537,7 @@ def test_needs_are_told_apart_by_pass():
 
 def test_progress_counts_blocks():
     seen = []
-    gradient_pass(
-        opened(), tokens(random_ids(3, 6)), [Fisher(), TrueFisher()], progress=lambda *now: seen.append(now)
-    )
+    gradient_pass(opened(), tokens(random_ids(3, 6)), [Fisher(), TrueFisher()], progress=lambda *now: seen.append(now))
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 

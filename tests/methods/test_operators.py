@@ -339,9 +339,9 @@ def test_of_a_layer_nothing_but_its_fills_is_left_when_the_next_one_comes(moe, t
 
 def test_each_statistic_has_its_pass_and_takes_along_what_it_follows():
     moments, large, follows = OutputMoments(), InputOutputMoments(), Follows()
-    assert by_pass((moments, large)) == ((moments,), (large,))
-    assert by_pass((moments, follows)) == ((), (moments, follows))
-    assert by_pass(()) == ((), ())
+    assert by_pass((moments, large)) == ((moments,), (large,), ())
+    assert by_pass((moments, follows)) == ((), (moments, follows), ())
+    assert by_pass(()) == ((), (), ())
     assert [load_method(name).in_fit_pass() for name in (*OPERATORS, "constant", "reroute")] == [True] * 4 + [False] * 2
 
 

@@ -83,9 +83,7 @@ def test_the_criterion_runs_prunes_the_lowest_and_repeats(spec, tmp_path):
 
 
 def test_mask_and_fit_share_a_pass_on_one_text_and_have_their_own_on_two(spec, material, tmp_path):
-    method = material.write_method(
-        tmp_path / "methods", above=ABOVE, rest=NEEDS.format(needs="Fisher()", more="")
-    )
+    method = material.write_method(tmp_path / "methods", above=ABOVE, rest=NEEDS.format(needs="Fisher()", more=""))
     session = Session(tmp_path / "out")
     one = session.execute(prepare(spec(method="fisher", operator=method))).run.record
     assert counted(session) == (0, 1)
@@ -144,5 +142,7 @@ def test_progress_names_the_pass(spec, tmp_path):
 
 def test_the_shipped_criterion_is_another_than_frequency(spec, tmp_path):
     session = Session(tmp_path)
-    masks = [session.execute(prepare(spec(method=name))).run.record["mask"]["digest"] for name in ("fisher", "frequency")]
+    masks = [
+        session.execute(prepare(spec(method=name))).run.record["mask"]["digest"] for name in ("fisher", "frequency")
+    ]
     assert masks[0] != masks[1]
