@@ -350,17 +350,16 @@ def test_it_is_left_so_after_an_error_too_and_the_next_pass_is_right(where):
     def stop(*_):
         raise Stop
 
+    handle = moe.layers[1].block.register_forward_hook(stop) if where == "forward" else None
     with pytest.raises(Stop):
-        if where == "backward":
-            gradient_pass(moe, tokens(ids_BL), [Stopping()])
-        elif where == "progress":
-            gradient_pass(moe, tokens(ids_BL), [Fisher()], progress=stop)
-        else:
-            handle = moe.layers[1].block.register_forward_hook(stop)
-            try:
-                gradient_pass(moe, tokens(ids_BL), [Fisher()])
-            finally:
-                handle.remove()
+        gradient_pass(
+            moe,
+            tokens(ids_BL),
+            [Stopping() if where == "backward" else Fisher()],
+            progress=stop if where == "progress" else None,
+        )
+    if handle is not None:
+        handle.remove()
     assert_untouched(moe, before)
     assert_equal(fisher(moe, ids_BL), wanted, 0)
 

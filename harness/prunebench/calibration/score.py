@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,9 +25,20 @@ from prunebench.mask import write_atomically
 from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch
 from prunebench.moe.decoder import LAST_TOKEN
 
-__all__ = ["ScoreResult", "batches_of", "check_slots", "distinct", "identity_slots", "score_pass", "settings_of", "with_built_in"]
+__all__ = [
+    "ScoreResult",
+    "batches_of",
+    "check_slots",
+    "distinct",
+    "identity_slots",
+    "score_pass",
+    "settings_of",
+    "started",
+    "with_built_in",
+]
 
 Progress = Callable[[int, int], None]
+_Kind = TypeVar("_Kind", bound=Statistic)
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,32 @@ def check_slots(layer: MoELayer, statistics: Mapping[str, Statistic], tokens: in
         )
 
 
+def started(moe: MoEModel, statistics: Sequence[_Kind]) -> dict[int, dict[str, _Kind]]:
+    """Layer index -> statistic name -> a copy of each statistic, at its start, on the layer's device."""
+    layers: dict[int, dict[str, _Kind]] = {}
+    for layer in moe.layers:
+        layers[layer.index] = {statistic.name: copy.deepcopy(statistic) for statistic in statistics}
+        for statistic in layers[layer.index].values():
+            statistic.start(layer.expert_count, layer.width, layer.device)
+    return layers
+
+
+def _check_here(statistic: Statistic) -> None:
+    """Refuse a statistic that a score pass cannot measure."""
+    if statistic.measured_in == "gradient":
+        raise UsageError(
+            f"statistic {statistic.name!r} is of gradients",
+            where="a score pass, which has none",
+            fix="measure it by gradient_pass",
+        )
+    if statistic.after:
+        raise UsageError(
+            f"statistic {statistic.name!r} comes after {', '.join(statistic.after)}",
+            where="a score pass, which sees the text once",
+            fix="measure it in a fit pass",
+        )
+
+
 def score_pass(
     moe: MoEModel,
     tokens: CalibrationTokens,
@@ -170,26 +208,10 @@ def score_pass(
         UsageError: a statistic that needs another visit.
     """
     for statistic in statistics:
-        if statistic.measured_in == "gradient":
-            raise UsageError(
-                f"statistic {statistic.name!r} is of gradients",
-                where="a score pass, which has none",
-                fix="measure it by gradient_pass",
-            )
-        if statistic.after:
-            raise UsageError(
-                f"statistic {statistic.name!r} comes after {', '.join(statistic.after)}",
-                where="a score pass, which sees the text once",
-                fix="measure it in a fit pass",
-            )
+        _check_here(statistic)
     if Count.name not in {statistic.name for statistic in statistics}:
         statistics = (*statistics, Count())
-    layers: dict[int, dict[str, Statistic]] = {}
-    for layer in moe.layers:
-        layers[layer.index] = {statistic.name: copy.deepcopy(statistic) for statistic in statistics}
-        for statistic in layers[layer.index].values():
-            statistic.start(layer.expert_count, layer.width, layer.device)
-
+    layers = started(moe, statistics)
     beside = {layer.index: torch.zeros((), dtype=torch.int64, device=layer.device) for layer in moe.layers}
 
     def observe(layer: MoELayer, batch: TokenBatch) -> None:

@@ -2,8 +2,8 @@
 
 A fused tensor's own gradient is as large as the tensor, and `eager` would make one per expert. So the experts module
 runs without a graph, on its own code and kernel, and is differentiated by hand: a post-hook hands its output on as
-that of an autograd function, whose backward runs one expert after the other, on that expert's rows and through a copy of
-the module that holds this expert alone, and shows its gradients before it makes the next one's. No parameter of the
+that of an autograd function, whose backward runs one expert after the other, on that expert's rows and through a copy
+of the module that holds this expert alone, and shows its gradients before it makes the next one's. No parameter of the
 model requires a gradient meanwhile, and none is ever given one. Weight layout, biases, clamps and activations stay the
 module's business, as everywhere (`moe.experts` says which tensors have a slice per expert).
 
@@ -43,14 +43,14 @@ _NO_BACKWARD = re.compile(
 def expert_gradients(moe: MoEModel, see: SeeGradients) -> Iterator[Callable[[Tensor], None]]:
     """While entered, forwards of the model can be differentiated down to its experts; grad mode is on.
 
-    Afterwards, also after an error, the model is as it was: its hooks are gone, every `requires_grad` is what it was, no
-    gradient was written.
+    Afterwards, also after an error, the model is as it was: its hooks are gone, every `requires_grad` is what it was,
+    no gradient was written.
 
     Args:
         moe: the opened model, with nothing installed on it.
         see: called in the backward of each forward as `see(layer, expert, gradients)`, once for every expert that some
-            token was routed to (every expert at all, where gates multiply the experts' input), with the gradient of each
-            of its tensors by parameter name, in the weights' dtype. They are let go of afterwards.
+            token was routed to (every expert at all, where gates multiply the experts' input), with the gradient of
+            each of its tensors by parameter name, in the weights' dtype. They are let go of afterwards.
 
     Yields:
         A function that takes the loss of the latest forward and runs its backward.
@@ -177,7 +177,9 @@ class _Differentiated:
         else:
             gradients = self._slots(args[0], args[1], args[2], delta, total)
         if output is not None and total is not None:
-            self._check_sum(output, total, max(torch.finfo(a.dtype).eps for a in (output, *args) if a.is_floating_point()))
+            # Some modules add up in the dtype of the gates.
+            eps = max(torch.finfo(part.dtype).eps for part in (output, *args) if part.is_floating_point())
+            self._check_sum(output, total, eps)
         return gradients
 
     def _slots(
@@ -266,7 +268,7 @@ class _Experts(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         """Expert by expert."""
         output, ctx.output = ctx.output, None
         return (None, None, *ctx.runner.backward(ctx.saved_tensors, output, delta))

@@ -63,7 +63,7 @@ def _kept_model(family: str, experts: int, top_k: int, seed: int, implementation
 def score(
     moe: MoEModel, statistics: Sequence[Statistic], *, ids_BL: Tensor | None = None, batch_tokens: int = 8192
 ) -> ScoreResult:
-    """A score pass over given token ids ([B, L]), by default 4 random blocks of 24, and where needed a gradient pass."""
+    """A score pass, and where asked for a gradient pass, over token ids ([B, L]), by default 4 random blocks of 24."""
     ids_BL = random_ids() if ids_BL is None else ids_BL
     tokens = CalibrationTokens(CalibrationSpec("file:random", *ids_BL.shape), ids_BL, "random")
     others, gradient = split_gradient(statistics)
