@@ -1,4 +1,4 @@
-"""Arms whose pruned slots survivors answer, whose survivors are edited, or whose operator stands in some layers only."""
+"""Arms in which survivors answer or are edited, or whose operator stands in some layers only."""
 
 from __future__ import annotations
 
@@ -50,12 +50,11 @@ def test_an_arm_runs_and_its_record_says_who_answers(name, spec, tmp_path):
 def test_an_operator_that_refills_what_it_leaves_open_takes_a_scale(spec, tmp_path):
     session = Session(tmp_path)
     for name in ("mora", "compel"):
-        records = [
-            session.execute(prepare(spec(operator=name, scale=scale, blocks=16))).run.record
-            for scale in ("keep", "renorm")
+        runs = [
+            session.execute(prepare(spec(operator=name, scale=scale, blocks=16))).run for scale in ("keep", "renorm")
         ]
-        assert [record["arm"]["resolved_scale"] for record in records] == ["keep", "renorm"]
-        assert records[0]["metrics"] != records[1]["metrics"]
+        assert [run.record["arm"]["resolved_scale"] for run in runs] == ["keep", "renorm"]
+        assert list(runs[0].items.detail) != list(runs[1].items.detail)
     # Every slot found its proxy, so that the scale is of no use; nobody could know before.
     arm = spec(operator="mora", operator_parameters=("threshold=-9.0",), scale="keep", blocks=16)
     assert session.execute(prepare(arm)).run.record["arm"]["resolved_scale"] is None
@@ -102,8 +101,9 @@ def test_an_operator_in_one_layer_leaves_the_constant_in_the_others(spec, tmp_pa
     assert record["identity"]["operator_layers"]["only"] == [1]
     assert "operator_layers" not in whole.record["identity"]
     assert some.path.name.endswith("tilt-rank=4-layers=1-A")
+    tilted = "clip=4.0, rank=4, ridge=0.01"
     cells = [row[2].visible for row in identifying_cells([whole, some, constant])]
-    assert cells == ["tilt rank=4", "tilt rank=4, only in layers 1", "constant"]
+    assert cells == [f"tilt {tilted}", f"tilt {tilted}, only in layers 1", "constant"]
     assert session.execute(
         prepare(spec(blocks=16, operator="tilt", operator_parameters=("rank=4",), operator_layers=" 1 "))
     ).reused
