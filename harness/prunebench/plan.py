@@ -412,6 +412,13 @@ def _ask(view: LayerView, mask: Mask, operator: Method, scale: Scale | None) -> 
     where = f"{operator.name}.replace, layer {view.index}"
     if stray := sorted(set(answer.fills) - set(pruned)):
         raise UsageError(f"a fill for expert {stray[0]}, which is not pruned", where=where, expected=f"{pruned}")
+    if pruned and operator.keeps_slots() and (missing := sorted(set(pruned) - set(answer.fills))):
+        raise UsageError(
+            f"no fill for pruned expert {missing[0]}",
+            where=where,
+            expected=f"one for each of {pruned}",
+            fix="return a fill for it, such as Constant or Zero; or define `route` too, by which its slots are refilled",
+        )
     fills: dict[int, FillPlan] = {}
     tensors: dict[str, Tensor] = {}
     stored: dict[str, int] = {}

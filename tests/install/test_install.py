@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prunebench import Constant, Mask, Method, Replacements, load_method
+from prunebench import Constant, Mask, Method, Replacements, Routing, load_method
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, OutputMoments, score_pass
 from prunebench.errors import UsageError
 from prunebench.install import installed, remove_experts, slice_model
@@ -26,6 +26,9 @@ class Half(Method):
 
     def replace(self, layer, pruned):
         return Replacements({e: Constant.of(torch.full((layer.width,), 0.1 * e)) for e in pruned[::2]})
+
+    def route(self, layer, pruned):
+        return Routing()
 
 
 def opened(family: str, kernel: str = "eager", **options):

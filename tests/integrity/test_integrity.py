@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from prunebench import Constant, Mask, Method, Replacements, integrity, load_method
+from prunebench import Constant, Mask, Method, Replacements, Routing, integrity, load_method
 from prunebench.errors import IntegrityError
 from prunebench.install import installed
 from prunebench.moe import hooks, open_model
@@ -36,6 +36,9 @@ class Half(Method):
 
     def replace(self, layer, pruned):
         return Replacements({e: Constant.of(torch.full((layer.width,), 0.1 * e)) for e in pruned[::2]})
+
+    def route(self, layer, pruned):
+        return Routing()
 
 
 def plan_for(moe, operator: str, scale: str = "trained"):

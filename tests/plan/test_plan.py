@@ -332,3 +332,16 @@ def test_a_reference_set_larger_than_the_survivors_is_refused():
     mask = Mask.for_shapes(moe.shapes, {shape.index: range(8) for shape in moe.shapes})
     with pytest.raises(UsageError, match=r"scale ref:9 needs 9 survivors; in layer 0 with 8"):
         make_plan(moe, mask, load_method("reroute", {"scale": "ref:9"}), None)
+
+
+def test_an_operator_that_keeps_slots_and_forgets_one_is_refused(moe, mask):
+    class Forgets(Method):
+        name = "forgets"
+
+        def replace(self, layer, pruned):
+            return Replacements({e: Constant(layer.width) for e in pruned[1:]})
+
+    first = next(layer for layer in mask.layers if layer.pruned)
+    says = rf"no fill for pruned expert {first.pruned[0]}; in forgets.replace, layer {first.index}; .*define `route` too"
+    with pytest.raises(UsageError, match=says):
+        make_plan(moe, mask, Forgets(), None)
