@@ -140,16 +140,30 @@ class Plan:
         prefix = f"{index}/{expert}/"
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
-    def manifest(self) -> dict[str, dict[str, Any]]:
-        """sha256, shape and dtype of every stored tensor, for the record."""
-        return {
-            name: {
-                "sha256": sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-            }
-            for name, tensor in sorted(self.tensors.items())
-        }
+    def manifest(self) -> dict[str, list[dict[str, Any]]]:
+        """The stored tensors, for the record: by layer, its fills that are alike, of one class, with tensors alike.
+
+        An entry has its `experts`, increasing, the name of their `fill` class, shape and dtype of each's `tensors`, and
+        one `sha256` over the stored bytes: expert by expert, each one's tensors in the order of their names.
+        """
+        manifest: dict[str, list[dict[str, Any]]] = {}
+        for layer in self.layers:
+            alike: dict[str, tuple[dict[str, Any], Any]] = {}
+            for expert, fill in sorted(layer.fills.items()):
+                state = sorted(self.state_of(layer.index, expert).items())
+                tensors = {
+                    name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+                    for name, tensor in state
+                }
+                entry: dict[str, Any] = {"experts": [], "fill": fill.kind, "tensors": tensors}
+                entry, digest = alike.setdefault(canonical_json(entry), (entry, sha256()))
+                entry["experts"].append(expert)
+                for _, tensor in state:
+                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            entries = [{**entry, "sha256": digest.hexdigest()} for entry, digest in alike.values() if entry["tensors"]]
+            if entries:
+                manifest[str(layer.index)] = entries
+        return manifest
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors."""
@@ -237,20 +251,29 @@ class FittedPlan:
     coverage: Mapping[int, Mapping[int, Mapping[str, Any]]]
 
     def to_json(self) -> dict[str, Any]:
-        """How the fit went, as it goes into a record: by layer its coverage, and by expert.
+        """How the fit went, as it goes into a record: by layer, in columns over its `experts`, increasing.
 
-        A layer's fit share is that of its squared errors added up over experts, so it weighs them by n·tr Σ.
+        A layer's fit share is that of its squared errors added up over experts, so it weighs them by n·tr Σ; an
+        expert's is 1 − squared_error / constant_squared_error of its columns. `fallbacks` are the experts for which one
+        answers, with the reason. Where nothing was held out there is no such column. Nine digits are kept.
         """
         layers = {}
         for index, rows in self.coverage.items():
-            errors, constants = ([row[key] for row in rows.values()] for key in _ERRORS)
+            columns = {key: [row[key] for _, row in sorted(rows.items())] for key in (*_ERRORS, "held_out_share")}
+            if set(columns["held_out_share"]) == {None}:
+                del columns["held_out_share"]
             layers[str(index)] = {
-                "tokens": sum(row["tokens"] for row in rows.values()),
-                "fallbacks": sum(bool(row["fallback"]) for row in rows.values()),
-                "fit_share": fit_share(fsum(errors), fsum(constants)),
-                "experts": {str(expert): dict(row) for expert, row in rows.items()},
+                "fit_share": fit_share(*(fsum(columns[key]) for key in _ERRORS)),
+                "fallbacks": {str(expert): row["fallback"] for expert, row in sorted(rows.items()) if row["fallback"]},
+                "experts": sorted(rows),
+                "tokens": [row["tokens"] for _, row in sorted(rows.items())],
+                **{key: [_nine_digits(value) for value in column] for key, column in columns.items()},
             }
         return {"tokens": self.tokens, "proof": self.proof.to_json(), "layers": layers}
+
+
+def _nine_digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.9g}")
 
 
 def fit_plan(

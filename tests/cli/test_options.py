@@ -49,6 +49,7 @@ OPTIONS = {
     "grid": {"--json", "TRACK", "--out", "--jobs"} | MACHINE,
     "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
     "board": {"--json", "RECORDS", "--out"},
+    "pack": {"--json", "RECORDS", "--unpack"},
     "check-env": {"--json"},
 }
 
