@@ -1,4 +1,4 @@
-"""The command line: `prunebench list | inspect | run | grid | compare | board | check-env`.
+"""The command line: `prunebench list | inspect | run | grid | compare | board | pack | check-env`.
 
 Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
 codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
@@ -74,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
     board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
     board.add_argument("--out", type=Path, required=True, help="folder for the board")
+
+    pack = verb("pack", "make a records folder smaller: what its runs share is kept once; they read as before")
+    pack.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
+    pack.add_argument("--unpack", action="store_true", help="the reverse, of a folder or of one run to be copied alone")
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
@@ -156,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "grid": _grid,
         "compare": _compare,
         "board": _board,
+        "pack": _pack,
         "check-env": _check_env,
     }
     try:
@@ -404,6 +409,18 @@ def _board(options: argparse.Namespace) -> Result:
         "left_out": [str(one) for one in result.left_out],
     }
     return 0, data, f"{result.rows} rows\n{result.markdown}\n{result.html}"
+
+
+def _pack(options: argparse.Namespace) -> Result:
+    from prunebench.packing import pack, unpack
+
+    result = (unpack if options.unpack else pack)(options.records)
+    for one in result.left_out:
+        print(f"left out {one}", file=sys.stderr)
+    word = "unpacked" if options.unpack else "packed"
+    sizes = " to ".join(f"{size / 1e6:.2f}" for size in (result.bytes_before, result.bytes_after))
+    text = f"{result.changed} runs {word}, {result.kept} already, {result.tables} tables of questions; {sizes} MB"
+    return 0, result.to_json(), text
 
 
 def _check_env(_options: argparse.Namespace) -> Result:

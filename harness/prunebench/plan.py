@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from math import fsum
+from math import fsum, prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from prunebench.calibration.score import batches_of
 from prunebench.calibration.stream import Buffers, Checkpoint
 from prunebench.calibration.stream import Progress as StreamProgress
 from prunebench.errors import PrerequisiteError, UsageError
-from prunebench.fit import Fitted, fit_share
+from prunebench.fit import Fitted
 from prunebench.loader import load_method_class, source_of
 from prunebench.mask import Mask, canonical_json, write_atomically
 from prunebench.method import LayerView, Method, Replacements, Routing, Statistics
@@ -38,7 +38,8 @@ from prunebench.routing import Scale
 
 _Answer = TypeVar("_Answer")
 _Value = TypeVar("_Value")
-_ERRORS = ("squared_error", "constant_squared_error")
+_COLUMNS = ("squared_error", "constant_squared_error", "gate_square", "held_out_share", "outcome")
+_GATED = ("constant_squared_error", "gate_square")
 _EDIT = "edit/"  # before the names of edited weights, where they stand beside the tensors of fills
 
 __all__ = ["FillPlan", "FittedPlan", "LayerPlan", "Plan", "fit_plan", "layer_views", "make_plan"]
@@ -164,16 +165,26 @@ class Plan:
                 edits.setdefault(int(expert), {})[name] = tensor
         return edits
 
-    def manifest(self) -> dict[str, dict[str, Any]]:
-        """sha256, shape and dtype of every stored tensor, for the record."""
-        return {
-            name: {
-                "sha256": sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
+    def manifest(self) -> dict[str, list[dict[str, Any]]]:
+        """The stored tensors, for the record: by layer, its fills that are alike, of one class, with tensors alike.
+
+        An entry has its `experts`, increasing, the name of their `fill` class, shape and dtype of each's `tensors`, and
+        one `sha256` over the stored bytes: expert by expert, each one's tensors in the order of their names.
+        """
+        return _by_layer(
+            {
+                layer.index: [
+                    (e, {"fill": fill.kind}, self.state_of(layer.index, e)) for e, fill in layer.fills.items()
+                ]
+                for layer in self.layers
             }
-            for name, tensor in sorted({**self.tensors, **{_EDIT + n: t for n, t in self.edits.items()}}.items())
-        }
+        )
+
+    def edit_manifest(self) -> dict[str, list[dict[str, Any]]]:
+        """The same of edited survivors, which are of no `fill` class and add nothing to what is stored."""
+        return _by_layer(
+            {layer.index: [(e, {}, named) for e, named in self.edits_of(layer.index).items()] for layer in self.layers}
+        )
 
     def only_in(self, layers: Collection[int], elsewhere: Plan) -> Plan:
         """This plan in some layers, and another one of the same mask in the others (2610.41366 App. B.4)."""
@@ -249,6 +260,29 @@ def make_plan(
     return _assembled(mask, operator, scale, [_ask(view, mask, operator, scale) for view in views])
 
 
+def _by_layer(
+    layers: Mapping[int, Sequence[tuple[int, dict[str, Any], Mapping[str, Tensor]]]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Experts that are alike in kind and in their tensors' shapes, by layer, with one digest over their bytes."""
+    manifest: dict[str, list[dict[str, Any]]] = {}
+    for index, members in layers.items():
+        alike: dict[str, tuple[dict[str, Any], Any]] = {}
+        for expert, kind, state in sorted(members, key=lambda member: member[0]):
+            tensors = {
+                name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+                for name, tensor in sorted(state.items())
+            }
+            entry: dict[str, Any] = {"experts": [], **kind, "tensors": tensors}
+            entry, digest = alike.setdefault(canonical_json(entry), (entry, sha256()))
+            entry["experts"].append(expert)
+            for _, tensor in sorted(state.items()):
+                digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        entries = [{**entry, "sha256": digest.hexdigest()} for entry, digest in alike.values() if entry["tensors"]]
+        if entries:
+            manifest[str(index)] = entries
+    return manifest
+
+
 @dataclass(frozen=True)
 class FittedPlan:
     """A plan of an operator that was fitted in a fit pass, and how that went.
@@ -268,20 +302,42 @@ class FittedPlan:
     checkpoint: Checkpoint | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """How the fit went, as it goes into a record: by layer its coverage, and by expert.
+        """How the fit went, as it goes into a record: by layer, in columns over its `experts`, increasing.
 
-        A layer's fit share is that of its squared errors added up over experts, so it weighs them by n·tr Σ.
+        A layer's fit share is that of its squared errors added up over experts, so it weighs them by n·tr Σ; an
+        expert's is 1 − squared_error / constant_squared_error of its columns. `weighted_fit_share` and
+        `weighted_held_out_share` weigh experts by n·E[G²]·tr Σ (App. B.3). `fallbacks` are the experts for which one
+        answers, with the reason. A column of nothing but nothings is left out. Nine digits are kept.
         """
         layers = {}
         for index, rows in self.coverage.items():
-            errors, constants = ([row[key] for row in rows.values()] for key in _ERRORS)
+            in_order = [row for _, row in sorted(rows.items())]
+            columns = {key: [row.get(key) for row in in_order] for key in _COLUMNS}
+            said = {key: column for key, column in columns.items() if any(value not in (None, "") for value in column)}
             layers[str(index)] = {
-                "tokens": sum(row["tokens"] for row in rows.values()),
-                "fallbacks": sum(bool(row["fallback"]) for row in rows.values()),
-                "fit_share": fit_share(fsum(errors), fsum(constants)),
-                "experts": {str(expert): dict(row) for expert, row in rows.items()},
+                "fit_share": _share(in_order, ("constant_squared_error",), "fit_share"),
+                "weighted_fit_share": _share(in_order, _GATED, "fit_share"),
+                "weighted_held_out_share": _share(in_order, _GATED, "held_out_share"),
+                "fallbacks": {str(expert): row["fallback"] for expert, row in sorted(rows.items()) if row["fallback"]},
+                "experts": sorted(rows),
+                "tokens": [row["tokens"] for row in in_order],
+                **{key: [_nine_digits(value) for value in column] for key, column in said.items()},
             }
         return {"tokens": self.tokens, "proof": self.proof.to_json(), "layers": layers}
+
+
+def _share(rows: Sequence[Mapping[str, Any]], weights: Sequence[str], share: str) -> float | None:
+    """Mean share of the experts that have it, weighted; 0 if nothing has weight, None if no expert has it."""
+    shared = [row for row in rows if row.get(share) is not None and all(row.get(key) is not None for key in weights)]
+    if not shared:
+        return None
+    weight = [prod(row[key] for key in weights) for row in shared]
+    total = fsum(weight)
+    return _nine_digits(fsum(w * row[share] for w, row in zip(weight, shared, strict=True)) / total) if total else 0.0
+
+
+def _nine_digits(value: Any) -> Any:
+    return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
 def fit_plan(
@@ -417,7 +473,7 @@ def _ask(view: LayerView, mask: Mask, operator: Method, scale: Scale | None) -> 
             f"no fill for pruned expert {missing[0]}",
             where=where,
             expected=f"one for each of {pruned}",
-            fix="return a fill for it, such as Constant or Zero; or define `route` too, by which its slots are refilled",
+            fix="return a fill for it, such as Constant or Zero; or define `route` too, to have its slots refilled",
         )
     fills: dict[int, FillPlan] = {}
     tensors: dict[str, Tensor] = {}

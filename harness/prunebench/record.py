@@ -1,29 +1,37 @@
 """One run on disk: `record.json` (what was run and what came out) beside `items.parquet` (one row per item and metric).
 
 A run folder is written whole or not at all, and the same content gives the same bytes. This module knows the format
-only: it computes no metric (that is `analysis`) and imports nothing heavy until a file is touched.
+only: it computes no metric (that is `analysis`) and imports nothing heavy until a file is touched. The rows, and what a
+packed file of them is, are those of `items`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.errors import IntegrityError, PrerequisiteError, PruneBenchError, UsageError
+from prunebench.items import (
+    QUESTIONS,
+    STATES,
+    Item,
+    ItemTable,
+    Questions,
+    content_hash,
+    items_to_table,
+    read_items,
+    write_items,
+)
 from prunebench.mask import Mask, canonical_json
 from prunebench.storage import PARTS
 
@@ -37,6 +45,7 @@ __all__ = [
     "LeftOut",
     "Run",
     "RunListing",
+    "clear_leftovers",
     "comparable",
     "content_hash",
     "is_complete",
@@ -53,7 +62,6 @@ __all__ = [
 SCHEMA: Final = 1
 RECORD_FILE: Final = "record.json"
 ITEMS_FILE: Final = "items.parquet"
-STATES: Final = ("ok", "wrong", "unparsed", "empty", "truncated", "timeout", "error")
 
 _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "schema": (int,),
@@ -71,8 +79,8 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
-_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,), "remap": (dict,)}
-"""How a fit pass went, and which survivors answer for whom, for people; runs without do not have it."""
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,), "remap": (dict,), "edits": (dict,)}
+"""How a fit pass went, which survivors answer for whom, and which are edited; runs without do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),
@@ -83,165 +91,9 @@ _ARM: Final = (
 )
 _CALIBRATION: Final = ("text", "blocks", "length", "draw", "fingerprint")
 _MODEL: Final = ("name", "weights_sha256", "tokenizer_sha256", "shape")
+_TENSORS: Final = ("experts", "fill", "sha256", "tensors")
 _ARM_TEXTS: Final = ("mask", "operator", "scale", "resolved_scale")
 _CHECK_STATUS: Final = ("pass", "fail", "not applicable")
-
-Text: TypeAlias = NDArray[np.str_]
-Floats: TypeAlias = NDArray[np.float64]
-Hashes: TypeAlias = NDArray[np.uint64]
-
-
-def content_hash(text: str) -> int:
-    """64-bit blake2b of a text: how items of two runs are known to be the same."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-@dataclass(frozen=True)
-class Item:
-    """The outcome of one question under one metric.
-
-    Args:
-        suite: name of the suite.
-        task: name of the task inside the suite.
-        filter: answer extraction used; "none" if the task has none.
-        item: stable id inside the task.
-        doc_hash: `content_hash` of the document.
-        prompt_hash: `content_hash` of the prompt as sent to the model.
-        metric: acc, acc_norm, exact_match, pass@1, nll, ….
-        value: the outcome; for nll the summed negative log-likelihood in nats.
-        weight: 1.0; for nll the number of scored tokens.
-        state: one of `STATES`.
-        detail: JSON text for people: choice log-likelihoods, generated text, finish reason.
-    """
-
-    suite: str
-    task: str
-    filter: str
-    item: str
-    doc_hash: int
-    prompt_hash: int
-    metric: str
-    value: float
-    weight: float = 1.0
-    state: str = "ok"
-    detail: str = "{}"
-
-    def __post_init__(self) -> None:
-        if self.state not in STATES:
-            raise UsageError(f"unknown item state {self.state!r}", where=self.where, expected=", ".join(STATES))
-        if not (math.isfinite(self.value) and math.isfinite(self.weight) and self.weight > 0):
-            raise UsageError(
-                f"value {self.value} with weight {self.weight}", where=self.where, expected="finite, weight above 0"
-            )
-        for name in ("doc_hash", "prompt_hash"):
-            if not 0 <= getattr(self, name) < 2**64:
-                raise UsageError(f"{name} {getattr(self, name)}", where=self.where, expected="a 64-bit hash")
-        for name in ("suite", "task", "filter", "item", "metric"):
-            if not getattr(self, name):
-                raise UsageError(f"empty {name}", where=self.where, expected='a name ("none" for no filter)')
-        try:
-            json.loads(self.detail)
-        except ValueError as error:
-            raise UsageError("detail is not JSON", where=self.where, fix=str(error)) from error
-
-    @property
-    def key(self) -> tuple[str, str, str, str, str]:
-        """What a row is unique and sorted by."""
-        return (self.suite, self.task, self.filter, self.item, self.metric)
-
-    @property
-    def where(self) -> str:
-        """The row, for an error line."""
-        return f"item {'/'.join(self.key)}"
-
-
-@dataclass(frozen=True, eq=False)
-class ItemTable:
-    """All items of one run as columns of length N, sorted by (suite, task, filter, item, metric)."""
-
-    suite: Text
-    task: Text
-    filter: Text
-    item: Text
-    doc_hash: Hashes
-    prompt_hash: Hashes
-    metric: Text
-    value: Floats
-    weight: Floats
-    state: Text
-    detail: NDArray[np.object_]
-
-    def __len__(self) -> int:
-        return len(self.item)
-
-    def rows(self, suite: str, task: str, filter_name: str, metric: str) -> ItemTable:
-        """The items of one cell, in the table's order."""
-        chosen = (
-            (self.suite == suite) & (self.task == task) & (self.filter == filter_name) & (self.metric == metric)
-        ).nonzero()[0]
-        return ItemTable(*(getattr(self, field.name)[chosen] for field in fields(self)))
-
-    def cells(self) -> list[tuple[str, str, str, str]]:
-        """Every (suite, task, filter, metric) present, sorted."""
-        columns = (self.suite, self.task, self.filter, self.metric)
-        return sorted(set(zip(*(column.tolist() for column in columns), strict=True)))
-
-    def items(self) -> Iterator[Item]:
-        """The rows back as `Item`s."""
-        columns = (getattr(self, field.name).tolist() for field in fields(self))
-        return (Item(*row) for row in zip(*columns, strict=True))
-
-
-def items_to_table(items: Iterable[Item]) -> ItemTable:
-    """Sort items into columns; two rows with one key are a `UsageError`."""
-    ordered = sorted(items, key=lambda item: item.key)
-    for one, other in itertools.pairwise(ordered):
-        if one.key == other.key:
-            raise UsageError("two outcomes for one item", where=one.where, expected="one row per item and metric")
-    dtypes: dict[str, Any] = {"doc_hash": np.uint64, "prompt_hash": np.uint64, "value": float, "weight": float}
-    dtypes["detail"] = object
-    columns: dict[str, Any] = {
-        field.name: np.array([getattr(item, field.name) for item in ordered], dtype=dtypes.get(field.name, np.str_))
-        for field in fields(Item)
-    }
-    return ItemTable(**columns)
-
-
-def write_items(path: Path, items: Iterable[Item] | ItemTable) -> None:
-    """Write items as parquet; the same items in any order give the same bytes (for one pyarrow version)."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = items if isinstance(items, ItemTable) else items_to_table(items)
-    types = {"doc_hash": pa.uint64(), "prompt_hash": pa.uint64(), "value": pa.float64(), "weight": pa.float64()}
-    schema = pa.schema([pa.field(f.name, types.get(f.name, pa.string()), nullable=False) for f in fields(Item)])
-    columns = [pa.array(getattr(table, f.name).tolist(), schema.field(f.name).type) for f in fields(Item)]
-    # Boards of hundreds of runs are kept in git. Hashes, ids and details hardly repeat: a dictionary would add to them.
-    pq.write_table(
-        pa.table(columns, schema=schema),
-        path,
-        compression="zstd",
-        compression_level=19,
-        use_dictionary=["suite", "task", "filter", "metric", "state"],
-        store_schema=False,
-        data_page_version="1.0",
-    )
-
-
-def read_items(path: Path) -> ItemTable:
-    """Read `write_items`' file; a damaged or foreign file is a `PrerequisiteError` naming it."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    names = [field.name for field in fields(Item)]
-    try:
-        table = pq.read_table(path, use_threads=False)
-        if table.column_names != names:
-            raise PrerequisiteError("not an items file", where=str(path), expected=f"columns {', '.join(names)}")
-        columns = [table.column(name).to_pylist() for name in names]
-        return items_to_table(Item(*row) for row in zip(*columns, strict=True))
-    except (OSError, pa.ArrowException, TypeError) as error:
-        raise PrerequisiteError("cannot read the items", where=str(path), fix=f"run it again ({error})") from error
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
@@ -305,6 +157,7 @@ def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
         fine = fine and entry["status"] in _CHECK_STATUS
         _require(fine, f"integrity entry {entry!r}", where, f"check, detail and status {' | '.join(_CHECK_STATUS)}")
     _validate_storage(record["storage"], where)
+    _validate_tensors(record, where)
     _validate_routing(record["routing"], where)
 
 
@@ -445,6 +298,54 @@ def _validate_storage(storage: Mapping[str, Any], where: str) -> None:
     _require(storage["total"] == total, f"storage total {storage['total']}", where, f"the sum of its parts {total}")
 
 
+def _validate_tensors(record: Mapping[str, Any], where: str) -> None:
+    """Fills are of pruned experts, edits of survivors; what the fills store are the stored bytes of fills."""
+    layers = [] if record["mask"] is None else record["mask"]["layers"]
+    pruned = {str(layer["index"]): set(layer["pruned"]) for layer in layers}
+    kept = {str(layer["index"]): set(range(layer["experts"])) - set(layer["pruned"]) for layer in layers}
+    values = _validate_groups("tensors", record["tensors"], pruned, _TENSORS, where)
+    _validate_groups("edits", record.get("edits", {}), kept, tuple(name for name in _TENSORS if name != "fill"), where)
+    size = record["storage"]["parts"].get("fills", 0)
+    fine = size == 0 if values == 0 else size > 0 and size % values == 0
+    _require(fine, f"storage parts fills {size}", where, f"so many bytes for each of {values} values in tensors")
+
+
+def _validate_groups(
+    field: str, by_layer: Mapping[str, Any], allowed: Mapping[str, set[int]], names: Sequence[str], where: str
+) -> int:
+    """Groups of tensors that are alike, layer by layer, of different experts; how many values they are."""
+    values = 0
+    for index, groups in by_layer.items():
+        _require(index in allowed, f"{field} of layer {index!r}", where, f"layers of the mask: {', '.join(allowed)}")
+        _require(isinstance(groups, list), f"{field}.{index} is {groups!r}", where, "a list of groups")
+        left = set(allowed[index])
+        for group in groups:
+            _require(_group(group, names), f"a group of {field}.{index} is {group!r}", where, ", ".join(names))
+            experts = set(group["experts"])
+            fine = experts <= left and group["experts"] == sorted(experts)
+            _require(fine, f"{field}.{index} has experts {group['experts']}", where, f"of {sorted(left)}, each once")
+            left -= experts
+            values += len(experts) * sum(math.prod(tensor["shape"]) for tensor in group["tensors"].values())
+    return values
+
+
+def _group(group: object, names: Sequence[str]) -> bool:
+    """Whether this is an entry of `tensors` or `edits`: what is alike in one layer."""
+    if not (isinstance(group, dict) and set(group) == set(names)):
+        return False
+    experts, tensors = group["experts"], group["tensors"]
+    fine = isinstance(group.get("fill", ""), str) and isinstance(experts, list) and bool(experts)
+    fine = fine and all(type(expert) is int for expert in experts)
+    fine = fine and re.fullmatch("[0-9a-f]{64}", str(group["sha256"])) is not None
+    return fine and isinstance(tensors, dict) and bool(tensors) and all(map(_tensor, tensors.values()))
+
+
+def _tensor(tensor: object) -> bool:
+    if not (isinstance(tensor, dict) and set(tensor) == {"dtype", "shape"} and isinstance(tensor["shape"], list)):
+        return False
+    return isinstance(tensor["dtype"], str) and all(type(size) is int and size >= 0 for size in tensor["shape"])
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """A run as read: its record, its items, and where they were."""
@@ -530,7 +431,8 @@ def is_complete(folder: Path, run_id: str) -> bool:
 def runs_under(folder: Path) -> RunListing:
     """Find the run folders at or below `folder`. Hidden folders (unfinished writes) are not looked into.
 
-    A folder is half-written if it holds a part of a run, or holds nothing to descend into and no run.
+    A folder is half-written if it holds a part of a run, or holds nothing to descend into and no run. Tables of
+    questions are passed over.
     """
     runs: list[Path] = []
     left_out: list[LeftOut] = []
@@ -541,6 +443,8 @@ def runs_under(folder: Path) -> RunListing:
         here = waiting.pop()
         below = [path for path in here.iterdir() if path.is_dir() and not path.name.startswith(".")]
         has_part = (here / RECORD_FILE).exists() or (here / ITEMS_FILE).exists()
+        if here.name == QUESTIONS and not has_part and not below:
+            continue
         if not has_part and (below or here == folder):
             waiting += below
             continue
@@ -553,7 +457,12 @@ def runs_under(folder: Path) -> RunListing:
 
 
 def write_run(
-    folder: Path, record: Mapping[str, Any], items: Iterable[Item] | ItemTable, *, replace: bool = False
+    folder: Path,
+    record: Mapping[str, Any],
+    items: Iterable[Item] | ItemTable,
+    *,
+    replace: bool = False,
+    questions: Questions | None = None,
 ) -> None:
     """Write one run folder, all or nothing: a kill at any moment leaves no run, the old run, or the whole new one.
 
@@ -562,21 +471,24 @@ def write_run(
         record: the content of record.json; validated first.
         items: all outcomes, in any order.
         replace: allow a whole run of another identity to be replaced.
+        questions: pack the items: their table, which must stand in a folder above already.
 
     Raises:
         UsageError: for an invalid record or item, an occupied or an unwritable folder.
+        IntegrityError: packed items that do not read as the same again.
     """
     validate(record)
     table = items if isinstance(items, ItemTable) else items_to_table(items)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder)
+        clear_leftovers(folder)
         _check_replaceable(folder, str(record["run_id"]), replace=replace)
         temporary.mkdir()
-        write_items(temporary / ITEMS_FILE, table)
-        text = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
-        (temporary / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        write_items(temporary / ITEMS_FILE, table, questions)
+        if questions is not None and not read_items(temporary / ITEMS_FILE).equals(table):
+            raise IntegrityError("packed items read as other ones", where=str(folder))
+        (temporary / RECORD_FILE).write_text(_text(record), encoding="utf-8")
         for path in (temporary / ITEMS_FILE, temporary / RECORD_FILE, temporary):
             _sync(path)
         _put_in_place(temporary, folder)
@@ -587,6 +499,12 @@ def write_run(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    """A record as JSON, each field in a line of its own."""
+    lines = [f"{canonical_json(key)}: {canonical_json(value)}" for key, value in sorted(record.items())]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _check_replaceable(folder: Path, new_id: str, *, replace: bool) -> None:
@@ -620,7 +538,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     if not folder.exists():
         temporary.rename(folder)
     elif not _exchange(temporary, folder):
-        # Without an atomic exchange there is a moment with no folder; `_clear_leftovers` then brings the old one back.
+        # Without an atomic exchange there is a moment with no folder; `clear_leftovers` then brings the old one back.
         old = temporary.with_suffix(".old")
         folder.rename(old)
         temporary.rename(folder)
@@ -636,7 +554,7 @@ def _exchange(left: Path, right: Path) -> bool:
     return rename is not None and rename(here, os.fsencode(left), here, os.fsencode(right), exchange) == 0
 
 
-def _clear_leftovers(folder: Path) -> None:
+def clear_leftovers(folder: Path) -> None:
     """Remove what killed writers left beside `folder`; bring back an old run that lost its place."""
     leftover = re.compile(rf"\.{re.escape(folder.name)}\.(\d+)\.(?:tmp|old)")
     for path in sorted(folder.parent.iterdir()):

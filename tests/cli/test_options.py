@@ -51,6 +51,7 @@ OPTIONS = {
     "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
     "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
     "board": {"--json", "RECORDS", "--out"},
+    "pack": {"--json", "RECORDS", "--unpack"},
     "check-env": {"--json"},
 }
 

@@ -162,7 +162,11 @@ def test_values_stored_are_those_of_the_count(name, moe, tokens):
     each = stored_per_expert(model_size(moe.model), name, rank=RANK)
     assert set(plan.declared.values()) == {each}
     assert plan.values_stored == each * len(PRUNED) * len(moe.layers)
-    assert sum(np.prod(tensor["shape"]) for tensor in plan.manifest().values()) == plan.values_stored
+    groups = [group for layer in plan.manifest().values() for group in layer]
+    listed = [
+        len(group["experts"]) * np.prod(tensor["shape"]) for group in groups for tensor in group["tensors"].values()
+    ]
+    assert sum(listed) == plan.values_stored
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -193,14 +197,35 @@ def test_a_held_out_share_is_fitted_on_even_blocks_and_scored_on_odd_ones(name, 
         assert coverage[layer.index][e]["held_out_share"] == pytest.approx(1 - errors[0] / errors[1], abs=1e-4)
 
 
-def test_a_layers_fit_share_weighs_experts_by_the_constants_error(moe, tokens):
-    result = fitted(moe, "neurons", tokens)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_layers_fit_shares_weigh_experts_by_error_and_by_gate_and_error(name, moe, tokens, rows, oracle):
+    result = fitted(moe, name, tokens)
+    with torch.inference_mode(), oracle.Trace(moe.layers) as trace:
+        moe.model(input_ids=tokens.ids_BL)
     for index, said in result.to_json()["layers"].items():
-        rows = result.coverage[int(index)].values()
-        weights = [row["constant_squared_error"] for row in rows]
-        assert said["fit_share"] == pytest.approx(np.average([row["fit_share"] for row in rows], weights=weights))
-        assert said["tokens"] == sum(row["tokens"] for row in rows)
-        assert said["fallbacks"] == 0
+        _, gates_TK, index_TK = (oracle.array(part) for part in trace.router[int(index)][0])
+        told = [result.coverage[int(index)][e] for e in PRUNED]
+        squares = [np.mean(gates_TK[index_TK == e] ** 2) for e in PRUNED]
+        errors = [np.square(y - y.mean(0)).sum() for y in (rows[int(index), e][1] for e in PRUNED)]
+        both = np.multiply(squares, errors)
+        shares, held_out = ([row[key] for row in told] for key in ("fit_share", "held_out_share"))
+        np.testing.assert_allclose(said["gate_square"], squares, rtol=1e-4)
+        assert said["fit_share"] == pytest.approx(np.average(shares, weights=errors), rel=1e-4)
+        assert said["weighted_fit_share"] == pytest.approx(np.average(shares, weights=both), rel=1e-4)
+        assert said["weighted_held_out_share"] == pytest.approx(np.average(held_out, weights=both), rel=1e-4)
+        assert said["fallbacks"] == {}
+        assert "outcome" not in said
+
+
+@pytest.mark.parametrize("name", ["tilt", "neurons"])
+def test_what_is_said_of_a_fit_has_a_column_of_each_number_of_its_experts(name, moe, tokens):
+    result = fitted(moe, name, tokens)
+    for index, said in result.to_json()["layers"].items():
+        rows = result.coverage[int(index)]
+        assert said["experts"] == sorted(rows) == list(PRUNED)
+        assert said["tokens"] == [rows[e]["tokens"] for e in PRUNED]
+        for key in ("squared_error", "constant_squared_error", "held_out_share"):
+            np.testing.assert_allclose(said[key], [rows[e][key] for e in PRUNED], rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -277,11 +302,7 @@ def test_layers_without_pruned_experts_are_passed_over(moe, tokens):
         moe, Mask.for_shapes(moe.shapes, {last: PRUNED}), load_method("neurons", OPERATORS["neurons"]), None, tokens
     )
     assert set(result.coverage) == {last}
-    assert result.plan.manifest() == {
-        name: entry
-        for name, entry in fitted(moe, "neurons", tokens).plan.manifest().items()
-        if name.startswith(f"{last}/")
-    }
+    assert result.plan.manifest() == {str(last): fitted(moe, "neurons", tokens).plan.manifest()[str(last)]}
 
 
 # ------------------------------------------------------------------------------------------- what a method may declare

@@ -34,7 +34,7 @@ def test_the_errors_take_no_heavy_package():
     assert not loaded_by("import prunebench; prunebench.PruneBenchError") & HEAVY
 
 
-@pytest.mark.parametrize("module", ["record", "storage", "mask", "analysis", "board"])
+@pytest.mark.parametrize("module", ["record", "items", "packing", "storage", "mask", "analysis", "board"])
 def test_records_and_tables_take_no_torch(module):
     assert not loaded_by(f"import prunebench.{module}") & {"torch", "transformers", "lm_eval", "datasets"}
 

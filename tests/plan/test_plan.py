@@ -164,17 +164,79 @@ def test_scales_are_resolved_against_the_router(family, asked, resolved):
     assert make_plan(moe, mask, load_method("reroute"), None, scale=Scale.parse(asked)).scales == (resolved,)
 
 
-def test_the_manifest_names_hash_shape_and_type_of_every_tensor(moe, mask, mine):
-    plan = make_plan(moe, mask, load_method(str(mine)), None)
+def test_the_manifest_names_shapes_types_and_the_hash_of_the_bytes_of_a_layers_fills(moe, mask, mine):
+    found = make_plan(moe, mask, load_method(str(mine)), None).manifest()
+    assert set(found) == {"0", "1"}
+    filled = {"0": [1, 5], "1": [0]}
+    for index, experts in filled.items():
+        # Expert by expert: a, b, s.
+        each = [(np.full(32, e + 1, np.float32), np.full(32, 0.5), np.float32(3)) for e in experts]
+        stored = b"".join(tensor.tobytes() for tensors in each for tensor in tensors)
+        assert found[index] == [
+            {
+                "experts": experts,
+                "fill": "Affine",
+                "tensors": {
+                    "a": {"dtype": "float32", "shape": [32]},
+                    "b": {"dtype": "float64", "shape": [32]},
+                    "s": {"dtype": "float32", "shape": []},
+                },
+                "sha256": hashlib.sha256(stored).hexdigest(),
+            }
+        ]
+
+
+MIXED = """
+from dataclasses import dataclass
+
+import torch
+
+from prunebench import Constant, Fill, Method, Replacements, Zero
+
+
+class Rows(Fill):
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+        self.register_buffer("table_RD", torch.zeros(rows, 32))
+
+    def forward(self, x_SD):
+        return self.table_RD.sum(0).expand_as(x_SD)
+
+    def values_stored(self):
+        return self.rows * 32
+
+    def to_json(self):
+        return {"rows": self.rows}
+
+
+@dataclass(frozen=True)
+class Mixed(Method):
+    name = "mixed"
+
+    def replace(self, layer, pruned):
+        fills = {10: Constant.of(torch.full((32,), 10.0)), 9: Rows(2), 2: Rows(2), 1: Rows(3), 0: Zero(32)}
+        fills[9].table_RD += 9
+        fills[2].table_RD += 2
+        return Replacements({e: fills[e] for e in pruned if e in fills})
+"""
+
+
+def test_the_manifest_groups_fills_of_one_class_and_of_tensors_alike(moe, tmp_path):
+    (tmp_path / "mixed.py").write_text(MIXED)
+    mask = Mask.for_shapes(moe.shapes, {1: (0, 1, 2, 3, 9, 10)})
+    plan = make_plan(moe, mask, load_method(str(tmp_path / "mixed.py")), None)
     found = plan.manifest()
-    assert set(found) == set(plan.tensors)
-    assert found["0/1/s"] == {
-        "sha256": hashlib.sha256(np.float32(3).tobytes()).hexdigest(),
-        "shape": [],
-        "dtype": "float32",
-    }
-    assert found["0/1/b"]["sha256"] == hashlib.sha256(np.full(32, 0.5).tobytes()).hexdigest()
-    assert found["0/1/b"]["dtype"] == "float64"
+    assert list(found) == ["1"]
+    told = [(entry["experts"], entry["fill"], entry["tensors"]) for entry in found["1"]]
+    table = {name: {"table_RD": {"dtype": "float32", "shape": [name, 32]}} for name in (2, 3)}
+    mean = {"mean_D": {"dtype": "float32", "shape": [32]}}
+    assert told == [([1], "Rows", table[3]), ([2, 9], "Rows", table[2]), ([10], "Constant", mean)]
+    stored = np.concatenate([np.full(64, 2, np.float32), np.full(64, 9, np.float32)]).tobytes()
+    assert found["1"][1]["sha256"] == hashlib.sha256(stored).hexdigest()
+    changed = Plan(plan.mask, plan.layers, {**plan.tensors, "1/9/table_RD": torch.zeros(2, 32)}, plan.declared)
+    differing = [one != other for one, other in zip(found["1"], changed.manifest()["1"], strict=True)]
+    assert differing == [False, True, False]
 
 
 def test_what_is_installed_is_built_from_the_saved_state_only(moe, mask):
@@ -342,6 +404,8 @@ def test_an_operator_that_keeps_slots_and_forgets_one_is_refused(moe, mask):
             return Replacements({e: Constant(layer.width) for e in pruned[1:]})
 
     first = next(layer for layer in mask.layers if layer.pruned)
-    says = rf"no fill for pruned expert {first.pruned[0]}; in forgets.replace, layer {first.index}; .*define `route` too"
+    says = (
+        rf"no fill for pruned expert {first.pruned[0]}; in forgets.replace, layer {first.index}; .*define `route` too"
+    )
     with pytest.raises(UsageError, match=says):
         make_plan(moe, mask, Forgets(), None)

@@ -143,6 +143,21 @@ def test_a_record_may_say_how_a_fit_pass_went(items, factory):
     assert run_id(record["identity"]) == record["run_id"]
 
 
+def test_a_record_names_the_tensors_of_fills_by_layer_and_kind(record):
+    _filled()(record)
+    validate(record)
+    _filled(size=3 * 8 * 2)(record)
+    validate(record)
+
+
+def test_a_records_text_has_a_line_for_each_of_its_fields(tmp_path, record, items):
+    write_run(tmp_path / "run", record, items)
+    lines = (tmp_path / "run" / "record.json").read_text().splitlines()
+    assert [lines[0], lines[-1]] == ["{", "}"]
+    fields = [json.loads(f"{{{line.rstrip(',')}}}") for line in lines[1:-1]]
+    assert [key for field in fields for key in field] == sorted(record)
+
+
 def _without(key):
     return lambda r: r.pop(key)
 
@@ -187,6 +202,18 @@ def _other_experts(record):
     record["mask"] = Mask.from_json(record["mask"]).to_json()
 
 
+def _filled(layer="1", size=3 * 8 * 4, **changes):
+    """Constants of width 8 for two experts of layer 1, a group of which `changes` are made, and for a third one."""
+    group = {"fill": "Constant", "sha256": "0f" * 32, "tensors": {"mean_D": {"dtype": "float32", "shape": [8]}}}
+
+    def apply(record):
+        record["tensors"] = {layer: [{**group, "experts": [0, 3], **changes}, {**group, "experts": [5]}]}
+        record["storage"]["parts"]["fills"] = size
+        record["storage"]["total"] = sum(record["storage"]["parts"].values())
+
+    return apply
+
+
 def _layer_dropped(record):
     """One layer less, with both digests and the ratio made to fit."""
     record["mask"] = Mask(record["mask"]["model_shape"], (LayerMask(1, 8, (0, 3, 5, 7)),)).to_json()
@@ -194,6 +221,18 @@ def _layer_dropped(record):
 
 
 BROKEN |= {
+    "tensors of another layer": (_filled("3"), "tensors of layer '3'; in record; expected layers of the mask: 1, 2"),
+    "tensors one by one": (lambda r: r.update(tensors={"1": {"0/mean_D": {}}}), "expected a list of groups of fills"),
+    "tensors of a survivor": (_filled(experts=[0, 1]), "tensors.1 has experts [0, 1]; in record; expected of [0, 3"),
+    "tensors twice": (_filled(experts=[3, 5]), "tensors.1 has experts [5]; in record; expected of [0, 7], each once"),
+    "tensors out of order": (_filled(experts=[3, 0]), "tensors.1 has experts [3, 0]"),
+    "tensors of nobody": (_filled(experts=[]), "a group of tensors.1 is"),
+    "no hash of tensors": (_filled(sha256="0f"), "expected experts, fill, sha256, tensors"),
+    "tensors without a shape": (_filled(tensors={"mean_D": {"dtype": "float32"}}), "a group of tensors.1 is"),
+    "negative shape": (_filled(tensors={"a": {"dtype": "float32", "shape": [-8]}}), "a group of tensors.1 is"),
+    "more about tensors": (_filled(note=""), "a group of tensors.1 is"),
+    "other bytes": (_filled(size=100), "storage parts fills 100; in record; expected so many bytes for each of 24"),
+    "no bytes": (_filled(size=0), "storage parts fills 0"),
     "share above one": (
         lambda r: r.update(routing={"layers": {"1": {"calls": 10, "displaced_share": 7.5}}}),
         "routing.layers.1 is {'calls': 10, 'displaced_share': 7.5}",

@@ -27,13 +27,13 @@ def test_an_arm_runs_and_its_record_says_how_the_fit_went(name, spec, tmp_path):
     fit = record["fit"]
     assert fit["tokens"] == 16 * 32
     assert fit["proof"]["streamed"]
-    pruned = {str(layer["index"]): {str(e) for e in layer["pruned"]} for layer in record["mask"]["layers"]}
-    coverage = {index: layer["experts"] for index, layer in fit["layers"].items()}
-    assert {index: set(rows) for index, rows in coverage.items()} == pruned
+    pruned = {str(layer["index"]): layer["pruned"] for layer in record["mask"]["layers"]}
+    assert {index: layer["experts"] for index, layer in fit["layers"].items()} == pruned
+    assert {index: len(layer["squared_error"]) for index, layer in fit["layers"].items()} == {"0": PRUNED, "1": PRUNED}
     size = ModelSize.gated(total=0, layers=LAYERS, experts=16, top_k=4, width=32, neurons=16)
     rank = int(OPERATORS[name][0].partition("=")[2])
     each = stored_per_expert(size, name, rank=rank)
-    constants = sum(bool(row["fallback"]) for rows in coverage.values() for row in rows.values())
+    constants = sum(len(layer["fallbacks"]) for layer in fit["layers"].values())
     stored = (PRUNED * LAYERS - constants) * each + constants * 32
     assert record["storage"]["parts"]["fills"] == 4 * stored
     assert record["arm"]["operator"] == name

@@ -136,8 +136,10 @@ def test_constants_store_one_value_per_channel_in_the_experts_dtype(arms):
     assert zero["fills"] == 0
     assert constant["router"] == zero["router"] == arms["dense"].run.record["storage"]["parts"]["router"]
     tensors = arms["constant"].run.record["tensors"]
-    assert len(tensors) == 16
-    assert sum(math.prod(tensor["shape"]) for tensor in tensors.values()) * 4 == constant["fills"]
+    assert {index: len(group["experts"]) for index, (group,) in tensors.items()} == {"0": 8, "1": 8}
+    shapes = [group["tensors"]["mean_D"]["shape"] for (group,) in tensors.values()]
+    assert sum(8 * math.prod(shape) for shape in shapes) * 4 == constant["fills"]
+    assert arms["zero"].run.record["tensors"] == {}
 
 
 def test_constants_of_a_bfloat16_checkpoint_are_counted_in_bfloat16(spec, model, tmp_path):

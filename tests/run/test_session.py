@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from prunebench.calibration import score_pass
-from prunebench.errors import IntegrityError, UsageError
+from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.integrity import Check
+from prunebench.packing import pack
 from prunebench.record import comparable, read_run
 from prunebench.run import Session
 from prunebench.run import session as session_module
@@ -255,6 +256,21 @@ def test_sessions_share_a_pass_that_another_is_making(spec, tmp_path, monkeypatc
 def test_the_record_is_plain_json_on_disk(spec, tmp_path):
     done = Session(tmp_path).execute(prepare(spec()))
     assert json.loads((done.folder / "record.json").read_text()) == read_run(done.folder).record
+
+
+def test_a_packed_run_is_reused_and_without_its_table_never_run_again(spec, tmp_path):
+    arm = prepare(spec())
+    made = Session(tmp_path).execute(arm)
+    assert pack(tmp_path).changed == 1
+    again = Session(tmp_path).execute(arm)
+    assert again.reused
+    assert again.run.items.equals(made.run.items)
+    (table,) = (tmp_path / "questions").iterdir()
+    table.rename(tmp_path / "elsewhere")
+    with pytest.raises(PrerequisiteError, match="their questions are not here"):
+        Session(tmp_path).execute(arm)
+    (tmp_path / "elsewhere").rename(table)
+    assert Session(tmp_path).execute(arm).reused
 
 
 def test_the_mask_of_a_run_can_be_held_fixed(spec, tmp_path):

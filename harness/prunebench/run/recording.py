@@ -73,6 +73,7 @@ def record_of(
         "tensors": {} if plan is None else plan.manifest(),
         "provenance": _provenance(),
         **({} if fitted is None else {"fit": fitted.to_json()}),
+        **({} if plan is None or not plan.edits else {"edits": plan.edit_manifest()}),
         **({} if plan is None else _remap(plan, fitted)),
     }
 

@@ -39,6 +39,7 @@ from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy
 from prunebench.install import installed
 from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
+from prunebench.items import LostQuestionsError
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
@@ -68,10 +69,16 @@ class Outcome:
 
 
 def finished(arm: PreparedArm, out: Path) -> Run | None:
-    """The arm's finished run under `out`, if there is one: whole, and of an identity that agrees with the request."""
+    """The arm's finished run under `out`, if there is one: whole, and of an identity that agrees with the request.
+
+    Raises:
+        LostQuestionsError: if one is there, packed, without its table.
+    """
     folder = out / arm.spec.folder
     try:
         run = read_run(folder)
+    except LostQuestionsError:
+        raise
     except PruneBenchError:
         return None
     return run if matches(run.record["identity"], arm.known) else None
