@@ -6,8 +6,8 @@ OLMoE 1024 wide, 64 experts, top-8, of which half are pruned: per pruned expert 
 linear fit of its outputs needs, and the built-in statistics; per layer they become one small tensor before the next
 layer comes. The gradient pass measures Fisher. All layers share one layer's weights, so that depth adds nothing but
 work. One thread, CPU seconds; on CUDA bfloat16 and wall seconds. Every fit pass has its proof in it: four forwards of
-two blocks, which a long text dwarfs. A gradient pass runs one block at a time, so it stands beside forwards of one block
-too. Peaks are above what the model takes: resident memory on CPU, allocated memory on CUDA.
+two blocks, which a long text dwarfs. A gradient pass runs one block at a time, so it stands beside forwards of one
+block too. Peaks are above what the model takes: resident memory on CPU, allocated memory on CUDA.
 """
 
 from __future__ import annotations
