@@ -302,7 +302,7 @@ def _validate_tensors(record: Mapping[str, Any], where: str) -> None:
     """Fills are of pruned experts, edits of survivors; what the fills store are the stored bytes of fills."""
     layers = [] if record["mask"] is None else record["mask"]["layers"]
     pruned = {str(layer["index"]): set(layer["pruned"]) for layer in layers}
-    kept = {str(layer["index"]): set(range(layer["experts"])) - set(layer["pruned"]) for layer in layers}
+    kept = {str(layer["index"]): set(range(layer["E"])) - set(layer["pruned"]) for layer in layers}
     values = _validate_groups("tensors", record["tensors"], pruned, _TENSORS, where)
     _validate_groups("edits", record.get("edits", {}), kept, tuple(name for name in _TENSORS if name != "fill"), where)
     size = record["storage"]["parts"].get("fills", 0)
