@@ -191,7 +191,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prunebench import Constant, Fill, Method, Replacements, Zero
+from prunebench import Constant, Fill, Method, Replacements, Routing, Zero
 
 
 class Rows(Fill):
@@ -219,6 +219,9 @@ class Mixed(Method):
         fills[9].table_RD += 9
         fills[2].table_RD += 2
         return Replacements({e: fills[e] for e in pruned if e in fills})
+
+    def route(self, layer, pruned):
+        return Routing()
 """
 
 

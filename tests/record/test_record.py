@@ -222,7 +222,7 @@ def _layer_dropped(record):
 
 BROKEN |= {
     "tensors of another layer": (_filled("3"), "tensors of layer '3'; in record; expected layers of the mask: 1, 2"),
-    "tensors one by one": (lambda r: r.update(tensors={"1": {"0/mean_D": {}}}), "expected a list of groups of fills"),
+    "tensors one by one": (lambda r: r.update(tensors={"1": {"0/mean_D": {}}}), "expected a list of groups"),
     "tensors of a survivor": (_filled(experts=[0, 1]), "tensors.1 has experts [0, 1]; in record; expected of [0, 3"),
     "tensors twice": (_filled(experts=[3, 5]), "tensors.1 has experts [5]; in record; expected of [0, 7], each once"),
     "tensors out of order": (_filled(experts=[3, 0]), "tensors.1 has experts [3, 0]"),

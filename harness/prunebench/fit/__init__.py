@@ -6,7 +6,7 @@ into a fill of `prunebench.replacement` (`tilt`, `copies`), or into a choice or 
 """
 
 from prunebench.fit.affine import PairMoments, Proxy, affine_maps, best_proxy, held_out_r2
-from prunebench.fit.compel import absorbed_shares, compensated, squared_gradient_norm
+from prunebench.fit.compel import absorbed_shares, compensated
 from prunebench.fit.copies import (
     CopyErrors,
     CopyPair,
@@ -86,7 +86,6 @@ __all__ = [
     "remap_summary",
     "slot_cost",
     "squared_error",
-    "squared_gradient_norm",
     "stored_per_expert",
     "top_neurons",
     "weighted_fit_share",

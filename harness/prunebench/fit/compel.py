@@ -12,12 +12,7 @@ from torch import Tensor
 
 from prunebench.errors import UsageError
 
-__all__ = ["absorbed_shares", "compensated", "squared_gradient_norm"]
-
-
-def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:
-    """‖∇θ‖² of one sequence's mean loss over an expert's matrices; averaged over sequences it is F_e (Eq. 5)."""
-    return float(sum(gradient.double().square().sum() for gradient in gradients))
+__all__ = ["absorbed_shares", "compensated"]
 
 
 def absorbed_shares(
