@@ -148,11 +148,13 @@ class DataSuite(Suite):
     default_source: ClassVar[str] = ""
     source: str | None = None
 
+    def __init__(self) -> None:
+        self._read: dict[Any, Mapping[str, list[dict[str, Any]]]] = {}
+
     def with_source(self, source: str) -> Self:
         """This suite on the data of a source (`prunebench.documents`)."""
         other = copy.copy(self)
-        vars(other).pop("_read", None)
-        other.source = source
+        other.source, other._read = source, {}
         return other
 
     @abstractmethod
@@ -160,22 +162,22 @@ class DataSuite(Suite):
         """A row of the source as a document with an `id`; None if the row is of no concern."""
 
     def documents(self, task: str) -> Mapping[str, list[dict[str, Any]]]:
-        """The documents of the task's test split, read once.
+        """The documents of the task's test split; a file is read anew when it has changed.
 
         Raises:
             PrerequisiteError: if the source cannot be read.
             UsageError: if its rows are not those of this data set.
         """
-        if "_read" not in vars(self):
-            config = self.task_file(task).config
-            split = str(config["test_split"])
-            where = source_or_default(
-                self.source, self.data_name, self.default_source or f"hub:{config['dataset_path']}"
-            )
+        config = self.task_file(task).config
+        split = str(config["test_split"])
+        where = source_or_default(self.source, self.data_name, self.default_source or f"hub:{config['dataset_path']}")
+        path = Path(where)
+        key = (where, (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None)
+        if key not in self._read:
             rows = read_rows(where, config=config.get("dataset_name"), split=split)
-            vars(self)["_read"] = {split: self._documents(rows, where)}
-        read: Mapping[str, list[dict[str, Any]]] = vars(self)["_read"]
-        return read
+            self._read.clear()
+            self._read[key] = {split: self._documents(rows, where)}
+        return self._read[key]
 
     def _documents(self, rows: Rows, where: str) -> list[dict[str, Any]]:
         try:
