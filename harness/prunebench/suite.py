@@ -91,6 +91,7 @@ class Suite(ABC):
         version: raised whenever an outcome could change.
         tasks: names of its task files, `tasks/<task>.yaml` beside the suite's file.
         headline: the (task, filter, metric) whose macro mean is the suite's number.
+        shots: few-shot examples of every task, instead of what its file says; None to leave it at that.
         needs_dense: whether `run` compares with the unpruned model.
     """
 
@@ -98,7 +99,12 @@ class Suite(ABC):
     version: ClassVar[int]
     tasks: ClassVar[tuple[str, ...]]
     headline: ClassVar[tuple[tuple[str, str, str], ...]]
+    shots: ClassVar[int | None] = None
     needs_dense: ClassVar[bool] = False
+
+    def shots_of(self, config: Mapping[str, Any]) -> int:
+        """How many few-shot examples a task has."""
+        return int(config.get("num_fewshot") or 0) if self.shots is None else self.shots
 
     @property
     def file(self) -> Path:
