@@ -116,6 +116,16 @@ class Suite(ABC):
         return TaskFile(self.file.parent / "tasks" / f"{task}.yaml")
 
     @property
+    def task_files(self) -> tuple[TaskFile, ...]:
+        """The task file of each task."""
+        return tuple(self.task_file(task) for task in self.tasks)
+
+    @property
+    def cells(self) -> tuple[tuple[str, str, str], ...]:
+        """The headline, where only the data say which tasks there are."""
+        return self.headline
+
+    @property
     def runs_programs(self) -> bool:
         """Whether the suite runs what a model wrote, going by its file."""
         text = self.file.read_text(encoding="utf-8")
@@ -207,9 +217,8 @@ def suite_content(suite: Suite) -> str:
     Raises:
         PrerequisiteError: if one of the files is missing.
     """
-    task_files = [suite.task_file(task) for task in suite.tasks]
-    paths = [suite.file, *(file.path for file in task_files)]
-    paths += [path for file in task_files for _, path in sorted(file.data_files.items())]
+    paths = [suite.file, *(file.path for file in suite.task_files)]
+    paths += [path for file in suite.task_files for _, path in sorted(file.data_files.items())]
     digest = hashlib.sha256()
     for path in paths:
         try:

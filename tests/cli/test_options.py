@@ -16,6 +16,9 @@ MACHINE = {
     "--experts-implementation",
     "--batch-tokens",
     "--unsafe-local",
+    "--sampling",
+    "--truncate",
+    "--chat-template",
     "--dry-run",
 }
 
@@ -53,6 +56,7 @@ OPTIONS = {
     "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
+    "recompute": {"--json", "RUN"},
     "check-env": {"--json"},
 }
 

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from prunebench.errors import UsageError
 from prunebench.evaluate import Evaluation, Generation, Prompt
-from prunebench.evaluate.decoding import Decoding, Sampling, draw, prompt_of
+from prunebench.evaluate.decoding import Decoding, prompt_of
 
 TEXT = "Mara has stones and finds more Noka went to Accra Saka was sad 11 14 x + 10 def return"
 WORDS = TEXT.split()

@@ -7,7 +7,14 @@
 from prunebench.analysis.bootstrap import LEVEL, RESAMPLES, SEED, Interval, confidence_interval
 from prunebench.analysis.compare import Comparison, Contrast, compare, comparison_table
 from prunebench.analysis.diagnostics import ReroutingSummary, rerouting_summary
-from prunebench.analysis.metrics import PERCENT, headline_cells, is_loss, metrics_from_items, published
+from prunebench.analysis.metrics import (
+    PERCENT,
+    headline_cells,
+    is_loss,
+    lower_is_better,
+    metrics_from_items,
+    published,
+)
 
 __all__ = [
     "LEVEL",
@@ -23,6 +30,7 @@ __all__ = [
     "confidence_interval",
     "headline_cells",
     "is_loss",
+    "lower_is_better",
     "metrics_from_items",
     "published",
     "rerouting_summary",

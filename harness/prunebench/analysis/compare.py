@@ -16,6 +16,7 @@ from prunebench.analysis.metrics import (
     cell_sampled,
     headline_cells,
     is_loss,
+    lower_is_better,
     paired_order,
     published,
     suite_mean,
@@ -163,6 +164,7 @@ def _contrast(name: tuple[str, str, str, str], a: Sampled, b: Sampled, discordan
     metrics = set(name[3].split("+"))
     countable = metrics <= PERCENT
     loss = all(map(is_loss, metrics))
+    lower = all(map(lower_is_better, metrics))
     return Contrast(
         *name,
         a=a.value,
@@ -172,7 +174,7 @@ def _contrast(name: tuple[str, str, str, str], a: Sampled, b: Sampled, discordan
         a_only=discordant[0] if countable else None,
         b_only=discordant[1] if countable else None,
         ratio=a.over(b).interval() if loss else None,
-        lower_is_better=loss,
+        lower_is_better=lower,
     )
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "Sampling",
     "Score",
     "bos_policy",
+    "end_tokens",
 ]
 
 ENGINE_VERSION = 1
@@ -133,6 +134,13 @@ class _Row(NamedTuple):
 def bos_policy(tokenizer: Any) -> str:
     """How texts begin, for the record: exactly one BOS where the tokenizer has one, added by us and never by it."""
     return "no bos" if tokenizer.bos_token_id is None else f"one bos (id {tokenizer.bos_token_id}) before every text"
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """The tokenizer's and the model's own end tokens, which end a generation."""
+    configured: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({int(token) for token in [*listed, tokenizer.eos_token_id] if token is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,10 +406,7 @@ class Evaluation:
 
     @cached_property
     def _end_tokens(self) -> frozenset[int]:
-        """The tokenizer's and the model's own end tokens."""
-        configured: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        listed = configured if isinstance(configured, list) else [configured]
-        return frozenset(int(token) for token in [*listed, self.tokenizer.eos_token_id] if token is not None)
+        return frozenset(end_tokens(self.model, self.tokenizer))
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids without any special token; equal texts are tokenised once."""

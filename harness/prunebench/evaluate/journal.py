@@ -9,11 +9,13 @@ bit for bit.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from prunebench.errors import UsageError
 
@@ -39,6 +41,7 @@ class Journal:
         counting: what counts while batches run, if anything does.
 
     Raises:
+        BlockingIOError: if another process has it.
         UsageError: if the file cannot be written.
     """
 
@@ -48,10 +51,12 @@ class Journal:
         digest = hashlib.sha256(key.encode()).hexdigest()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._kept, end = _read(path, digest)
-            self._file = path.open("r+b" if self._kept is not None else "wb")
+            self._file = path.open("a+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._kept, end = _read(self._file, digest)
             self._file.truncate(end)
-            self._file.seek(end)
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise UsageError("cannot write there", where=str(path), expected="a writable folder", fix=str(error)) from error
         if self._kept is None:
@@ -77,48 +82,47 @@ class Journal:
             # Something else is asked from here on.
             del self._kept[self.served :]
             self._file.truncate(start)
-            self._file.seek(start)
         result = compute()
         counters = self.counting.snapshot() if self.counting is not None else None
         # What is handed out is what a rerun would read.
         entry = json.loads(json.dumps({"asked": digest, "result": result, "counters": counters}))
-        self._kept.append((entry, self._file.tell()))
+        self._kept.append((entry, self._append(entry)))
         self.served += 1
-        self._append(entry)
         return entry["result"]
 
     def forget(self) -> None:
         """Remove the file: the run is written."""
-        self._file.close()
         self.path.unlink(missing_ok=True)
+        self._file.close()
 
     def close(self) -> None:
         """Close the file, and keep it."""
         self._file.close()
 
-    def _append(self, entry: Any) -> None:
+    def _append(self, entry: Any) -> int:
+        """Write an entry at the end, and say where that was."""
+        start = self._file.seek(0, os.SEEK_END)
         self._file.write(json.dumps(entry).encode() + b"\n")
         self._file.flush()
+        return start
 
 
-def _read(path: Path, key: str) -> tuple[list[tuple[Any, int]] | None, int]:
-    """The whole entries of a file with their places, and where they end; None if it is not there or of another key."""
-    if not path.is_file():
-        return None, 0
+def _read(file: BinaryIO, key: str) -> tuple[list[tuple[Any, int]] | None, int]:
+    """The whole entries of a file with their places, and where they end; None if there is none, or of another key."""
     entries: list[tuple[Any, int]] = []
     end = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            try:
-                entry = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                entry = None
-            if entry is None:  # what a killed writer left
-                break
-            if number == 0:
-                if entry != {"key": key}:
-                    return None, 0
-            else:
-                entries.append((entry, end))
-            end += len(line)
+    file.seek(0)
+    for number, line in enumerate(file):
+        try:
+            entry = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            entry = None
+        if entry is None:  # what a killed writer left
+            break
+        if number == 0:
+            if entry != {"key": key}:
+                return None, 0
+        else:
+            entries.append((entry, end))
+        end += len(line)
     return (entries, end) if end else (None, 0)

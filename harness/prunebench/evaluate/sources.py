@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from prunebench.documents import DATA_FOLDER, ENDINGS, Rows, file_in, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError

@@ -202,11 +202,10 @@ def load_task(
     config = file.config
     if shots is not None:
         config["num_fewshot"] = shots
-    if not config.get("num_fewshot"):
-        # lm-eval looks at the examples' split even if there are none.
-        for name in ("fewshot_split", "training_split"):
-            if config.get(name) not in documents:
-                config[name] = None
+    # lm-eval looks at splits that it has no use for; those that are not there it takes for none.
+    for name in ("fewshot_split", "training_split", "validation_split", "test_split"):
+        if config.get(name) not in documents:
+            config[name] = None
     task = _local_task_class()(config, documents)
     task.set_fewshot_seed(FEWSHOT_SEED)
     return task
