@@ -27,7 +27,11 @@ class Fidelity(PairSuite):
     needs_dense = True
 
     def document(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        texts = {"messages": row["messages"]} if "messages" in row else {k: str(row[k]) for k in ("context", "continuation")}
+        texts = (
+            {"messages": row["messages"]}
+            if "messages" in row
+            else {k: str(row[k]) for k in ("context", "continuation")}
+        )
         return {"axis": str(row["axis"]), "covered": bool(row["covered"]), **texts}
 
     def run(self, evaluation: Evaluation) -> list[Item]:

@@ -158,7 +158,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE,…",
         help="draw generations: temperature=0.7,top_p=0.95,top_k=20,n=16,seed=0, any of them (default: greedy)",
     )
-    parser.add_argument("--truncate", action="store_true", help="cut prompts that do not fit; counted (default: an error)")
+    parser.add_argument(
+        "--truncate", action="store_true", help="cut prompts that do not fit; counted (default: an error)"
+    )
     parser.add_argument("--chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
 

@@ -133,7 +133,7 @@ SPLITS = {
     "mmlu": ("test", "dev"),
 }
 ASKED = 5
-PAGES = " = One page = \n\n Mara @-@ Lee said , \" it is 1 @,@ 000 m \" . \n = = A part = = \n ( so )  's N \n = Two = \n Other words .\n"
+PAGES = ' = One page = \n\n Mara @-@ Lee said , " it is 1 @,@ 000 m " . \n = = A part = = \n ( so )  \'s N \n = Two = \n Other words .\n'
 
 
 AXES = {"mathematics": True, "code": True, "chat": False, "sql": False}
@@ -142,7 +142,12 @@ AXES = {"mathematics": True, "code": True, "chat": False, "sql": False}
 def fidelity_rows(per_axis: int = 8) -> list[dict]:
     """Short questions with fixed answers on four axes, two of them covered."""
     return [
-        {"axis": axis, "covered": covered, "context": f"{axis}: {question}\n", "continuation": f"It is {right}, of course."}
+        {
+            "axis": axis,
+            "covered": covered,
+            "context": f"{axis}: {question}\n",
+            "continuation": f"It is {right}, of course.",
+        }
         for axis, covered in AXES.items()
         for question, right, *_ in FACTS[:per_axis]
     ]
@@ -165,7 +170,9 @@ def write(folder: Path) -> Path:
             subjects = sorted({row["subject"] for row in pool[1]})
             grouped = {
                 subject: {
-                    split: [{k: v for k, v in row.items() if k != "subject"} for row in own if row["subject"] == subject]
+                    split: [
+                        {k: v for k, v in row.items() if k != "subject"} for row in own if row["subject"] == subject
+                    ]
                     for split, own in (asked, pool)
                 }
                 for subject in subjects

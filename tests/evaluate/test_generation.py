@@ -135,5 +135,3 @@ def test_lm_evals_generation_settings_are_understood(model, tokenizer, settings,
     assert prompt == Prompt("Mara", until, limit, "item")
     (result,) = Evaluation(model, tokenizer).generate([prompt._replace(max_tokens=2)])
     assert result.tokens <= 2
-
-

@@ -101,7 +101,9 @@ def recompute(run: Run, documents: Documents | None = None) -> Recomputed:
         cells.append(CellReport(cell, len(rows), len(rows) - believed - len(faults), believed, first))
     stated = run.record["metrics"]
     computed = metrics_from_items(run.items, run.record["headline"])
-    differing = [name for name in sorted(stated.keys() | computed.keys()) if not _same(stated.get(name), computed.get(name))]
+    differing = [
+        name for name in sorted(stated.keys() | computed.keys()) if not _same(stated.get(name), computed.get(name))
+    ]
     return Recomputed(run.name, tuple(cells), len(computed), tuple(differing))
 
 
@@ -128,7 +130,11 @@ def _fault(item: Item, document: Mapping[str, Any] | None) -> str | None:
 
 
 def _differs(item: Item, value: float, weight: float, state: str) -> str:
-    for what, own, wanted in (("value", item.value, value), ("weight", item.weight, weight), ("state", item.state, state)):
+    for what, own, wanted in (
+        ("value", item.value, value),
+        ("weight", item.weight, weight),
+        ("state", item.state, state),
+    ):
         if own != wanted:
             return f"{what} {own}, should be {wanted}"
     return ""
@@ -162,7 +168,10 @@ def _generation_fault(item: Item, detail: Mapping[str, Any], target: str) -> str
     text = str(detail["text"])
     if item.filter == "numeric":
         number = numeric_answer(text)
-        right, extracted = number is not None and number == numeric_answer(target), None if number is None else f"{number:f}"
+        right, extracted = (
+            number is not None and number == numeric_answer(target),
+            None if number is None else f"{number:f}",
+        )
     elif item.filter in _READINGS:
         answer = _READINGS[item.filter](text)
         right, extracted = bool(lm_eval_exact_match(answer, target)), None if answer == UNPARSED else answer
@@ -185,7 +194,13 @@ def _what_is_wrong(text: str, extracted: str | None, finish: str) -> str:
     return "wrong"
 
 
-_WEIGHTS: Final = {"nll": "tokens", "nats": "tokens", "word_nll": "words", "byte_nll": "bytes", "nats_per_byte": "bytes"}
+_WEIGHTS: Final = {
+    "nll": "tokens",
+    "nats": "tokens",
+    "word_nll": "words",
+    "byte_nll": "bytes",
+    "nats_per_byte": "bytes",
+}
 
 _DIVERGENCES: Final[Mapping[str, Callable[[Mapping[str, float]], float]]] = {
     "reverse_kl": lambda detail: detail["reverse_kl"],

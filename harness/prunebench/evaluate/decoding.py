@@ -38,7 +38,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for wrong, what, expected in (
-            (not 0 < self.temperature < float("inf"), f"temperature {self.temperature}", "above 0; greedy is the default"),
+            (
+                not 0 < self.temperature < float("inf"),
+                f"temperature {self.temperature}",
+                "above 0; greedy is the default",
+            ),
             (not 0 < self.top_p <= 1, f"top_p {self.top_p}", "above 0, at most 1"),
             (self.top_k < 0, f"top_k {self.top_k}", "0 for all tokens, or more"),
             (self.n < 1, f"n {self.n}", "at least 1 sample per item"),
@@ -59,7 +63,9 @@ class Sampling:
         for part in text.split(","):
             name, equals, value = part.strip().partition("=")
             if name not in kinds or not equals or name in values:
-                raise UsageError(f"sampling {part!r}", expected=", ".join(f"{known}=…" for known in kinds) + ", each once")
+                raise UsageError(
+                    f"sampling {part!r}", expected=", ".join(f"{known}=…" for known in kinds) + ", each once"
+                )
             try:
                 values[name] = kinds[name](value)
             except ValueError as error:
@@ -102,7 +108,9 @@ def prompt_of(text: str, settings: Mapping[str, Any], name: str) -> Prompt:
     temperature = float(settings.get("temperature") or 0)
     if not (settings.get("do_sample") or temperature > 0):
         return prompt
-    given = {key: kind(settings[key]) for key, kind in (("top_p", float), ("top_k", int), ("seed", int)) if key in settings}
+    given = {
+        key: kind(settings[key]) for key, kind in (("top_p", float), ("top_k", int), ("seed", int)) if key in settings
+    }
     return prompt._replace(sampling=Sampling(temperature=temperature or 1.0, **given))
 
 

@@ -186,7 +186,9 @@ class Evaluation:
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"limit {self.limit} is impossible", expected="at least 1 document per task")
         if not 0 <= self.shard[0] < self.shard[1]:
-            raise UsageError(f"shard {self.shard[0]} of {self.shard[1]} is impossible", expected="(i, n) with 0 <= i < n")
+            raise UsageError(
+                f"shard {self.shard[0]} of {self.shard[1]} is impossible", expected="(i, n) with 0 <= i < n"
+            )
 
     # --- what suites ask
 
@@ -235,7 +237,9 @@ class Evaluation:
         """
         fitting = [test for test in self._asserted if program.endswith(test)]
         if not fitting:
-            raise UsageError("the program ends in no document's test", expected="the `test` of a document that was asked")
+            raise UsageError(
+                "the program ends in no document's test", expected="the `test` of a document that was asked"
+            )
         test = max(fitting, key=len)
         entry = self._asserted[test]
         case = Case(entry, program.removesuffix(test), test, {entry: entry}, cpu_seconds=PROGRAM_CPU_SECONDS)
@@ -364,9 +368,7 @@ class Evaluation:
             stops = tuple(stop for stop in prompt.until if stop)
             limit = min(room, prompt.max_tokens)
             stream = f"{prompt.text}\0{prompt.sample}" if prompt.sampling is not None else ""
-            decodings.append(
-                Decoding(self.tokenizer, inputs, stops, limit, self._end_tokens, prompt.sampling, stream)
-            )
+            decodings.append(Decoding(self.tokenizer, inputs, stops, limit, self._end_tokens, prompt.sampling, stream))
         batches = plan_batches([len(d.inputs) + d.limit for d in decodings], self.batch_tokens)
         results: list[Any] = [None] * len(prompts)
         done = 0
@@ -422,7 +424,9 @@ class Evaluation:
     def _rows(self, pairs: Sequence[Pair]) -> tuple[list[_Row], list[bool]]:
         """What is fed for each pair, and whether a token spans its join."""
         split = self._split(pairs)
-        rows = [self._row(context, targets, pair.name) for pair, (context, targets, _) in zip(pairs, split, strict=True)]
+        rows = [
+            self._row(context, targets, pair.name) for pair, (context, targets, _) in zip(pairs, split, strict=True)
+        ]
         return rows, [spans for _, _, spans in split]
 
     def _split(self, pairs: Sequence[Pair]) -> list[tuple[list[int], list[int], bool]]:

@@ -58,7 +58,9 @@ class Journal:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise UsageError("cannot write there", where=str(path), expected="a writable folder", fix=str(error)) from error
+            raise UsageError(
+                "cannot write there", where=str(path), expected="a writable folder", fix=str(error)
+            ) from error
         if self._kept is None:
             self._kept = []
             self._append({"key": digest})

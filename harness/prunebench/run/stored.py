@@ -20,7 +20,9 @@ def stored_documents(run: Run) -> dict[tuple[str, str, str], Mapping[str, Any]]:
     for name, stated in run.record["identity"]["suites"].items():
         try:
             suite = load_suite(name)
-            shipped = all(file.data_files for file in suite.task_files) and suite_content(suite) == stated["content"]
+            files = suite.task_files
+            shipped = bool(files) and all(file.data_files for file in files)
+            shipped = shipped and suite_content(suite) == stated["content"]
         except PruneBenchError:
             continue
         if not shipped:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+__all__ = ["FILES", "by_subject", "lm_eval_task", "requests", "samples"]
+
 FILES = {
     "arc_easy": "arc/arc_easy.yaml",
     "arc_challenge": "arc/arc_challenge.yaml",
@@ -22,7 +24,13 @@ FILES = {
 
 
 def lm_eval_task(name: str, splits: Mapping[str, list[dict[str, Any]]], shots: int) -> Any:
-    """lm-eval's task `name`, or `mmlu_SUBJECT`, as its command line sets it up."""
+    """lm-eval's task `name`, or `mmlu_SUBJECT`, as its command line sets it up.
+
+    Args:
+        name: a key of `FILES`, or the name of a subject's file.
+        splits: rows of each split, in the columns of the data set.
+        shots: few-shot examples.
+    """
     import lm_eval
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -61,17 +69,29 @@ def requests(task: Any, limit: int | None = None) -> list[tuple[Any, ...]]:
     return [instance.args for instance in task.instances]
 
 
-def samples(model: Any, tokenizer: Any, tasks: Mapping[str, Any], *, length: int, limit: int | None = None) -> Any:
-    """lm-eval's rows per task: its own evaluator over its own model class, softmax in float32."""
+def samples(
+    model: Any, tokenizer: Any, tasks: Mapping[str, Any], *, length: int, limit: int | None = None, batch_size: int = 8
+) -> Any:
+    """lm-eval's rows per task: its own evaluator over its own model class, softmax in float32.
+
+    Args:
+        model: a transformers model.
+        tokenizer: its tokenizer.
+        tasks: as of `lm_eval_task`, by name.
+        length: most tokens of a request.
+        limit: only the first so many documents.
+        batch_size: rows of a batch.
+    """
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
     lm = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
-        batch_size=8,
+        batch_size=batch_size,
         max_length=length,
         softmax_dtype="float32",
-        add_bos_token=True,
+        # Where a tokenizer has no BOS to add, lm-eval's own default of False says the same.
+        add_bos_token=tokenizer.bos_token_id is not None,
     )
     return evaluate(lm, dict(tasks), log_samples=True, bootstrap_iters=0, limit=limit)["samples"]
