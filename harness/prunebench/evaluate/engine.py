@@ -14,6 +14,7 @@ Suffixes: B rows of a batch, T tokens, V vocabulary, S scored positions of a bat
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -168,10 +169,19 @@ class Evaluation:
         """
         fitting = [test for test in self._asserted if program.endswith(test)]
         if not fitting:
-            raise UsageError("the program ends in no document's test", expected="the `test` of a document that was asked")
+            raise UsageError(
+                "the program ends in no document's test", expected="the `test` of a document that was asked"
+            )
         test = max(fitting, key=len)
         entry = self._asserted[test]
-        case = Case(entry, program.removesuffix(test), test, {entry: entry}, cpu_seconds=PROGRAM_CPU_SECONDS)
+        case = Case(
+            entry,
+            program.removesuffix(test),
+            test,
+            {entry: entry},
+            followed_by=re.sub(r"==[^\n]*", "== ...", test),
+            cpu_seconds=PROGRAM_CPU_SECONDS,
+        )
         return run_case(case, self._tried_box)
 
     def run_cases(self, cases: Sequence[Case], canary: Case) -> list[Verdict]:
