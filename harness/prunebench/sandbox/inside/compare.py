@@ -102,7 +102,8 @@ def _or(other: Callable[..., Any], *, exactly: bool = True) -> Rule:
 def _surface_area(base: float, height: float) -> int:
     """Mbpp/581 with the perpendicular height for the slanted one."""
     slanted = ((base / 2) ** 2 + height**2) ** 0.5
-    return int(round(base**2 + 4 * (base * slanted) / 2))
+    total: int = round(base**2 + 4 * (base * slanted) / 2)
+    return total
 
 
 def _digit_distance(one: int, other: int) -> int:
