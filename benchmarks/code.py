@@ -5,8 +5,8 @@
 DATA is a folder with humaneval.jsonl.gz, mbpp.jsonl.gz and mbppplus-2023-11.jsonl.gz. Trivial cases per second come
 first. Then every reference solution is run once for each number of workers, so by default twice in a row, if asked for
 with N busy processes beside. Last, evalplus's checker and our sandbox run HumanEval's reference solutions on the same
-inputs: those that HumanEval's own tests pass, as evalplus's release is not needed here. Seconds are of the wall, and say
-little where others use the machine; CPU milliseconds per case are of this process's own cgroup (root and cgroup v1).
+inputs: those that HumanEval's own tests pass, as evalplus's release is not needed here. Seconds are of the wall, and
+say little where others use the machine; CPU milliseconds per case are of a cgroup of our own (root and cgroup v1).
 """
 
 from __future__ import annotations
@@ -160,9 +160,8 @@ def evalplus_on_humaneval(docs: Sequence[Mapping[str, Any]], workers: int) -> No
     with ThreadPoolExecutor(workers) as pool:
         verdicts, seconds = timed(lambda: list(pool.map(theirs, samples)))
     failed = [sample[0]["id"] for sample, verdict in zip(samples, verdicts, strict=True) if verdict != "pass"]
-    print(
-        f"evalplus, {workers} workers: {len(samples) - len(failed)} of {len(samples)} pass; {seconds:.1f} s; not {failed}"
-    )
+    count, total = len(samples) - len(failed), len(samples)
+    print(f"evalplus, {workers} workers: {count} of {total} pass; {seconds:.1f} s; not {failed}")
     ours, seconds = timed(lambda: run_cases(cases, boxed(), workers=workers))
     passed = sum(verdict.state == "ok" for verdict in ours)
     print(f"prunebench on the same inputs, {workers} workers: {passed} of {len(samples)} pass; {seconds:.1f} s")

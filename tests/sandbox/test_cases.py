@@ -56,6 +56,8 @@ def test_a_correct_program_passes_and_says_nothing(ask):
         ("\ud800", "error", "SyntaxError", "syntax error"),
         ("\0", "error", "SyntaxError", "syntax error"),
         ("(" * 5000, "error", "SyntaxError", "syntax error"),
+        ("raise KeyError('\\ud800')", "error", "KeyError", "other error"),
+        ("raise ValueError('\\ud800')", "error", "ValueError: ?", "other error"),
         ("class E(Exception):\n    def __str__(self):\n        raise self\nraise E", "error", "E: ", "other error"),
     ],
 )

@@ -247,8 +247,9 @@ def _judged(word: _Word, codes: Sequence[int], cpu_seconds: int, case: Case) -> 
     """What the judge's word, or its silence, and the ends of both boxes (the judge's, the worker's) amount to."""
     match word.state:
         case "ok" | "wrong" | "error":
-            # Addresses differ from run to run; equal programs shall have equal verdicts.
-            return Verdict(word.state, re.sub("0x[0-9a-f]+", "0x…", word.reason))
+            # What a program says need be no text, and addresses differ from run to run.
+            reason = word.reason.encode(errors="replace").decode()
+            return Verdict(word.state, re.sub("0x[0-9a-f]+", "0x…", reason))
         case "unready":
             return None
         case "broken":
