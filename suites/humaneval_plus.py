@@ -1,8 +1,8 @@
 """HumanEval+: HumanEval's functions on evalplus's inputs, where they have to agree with the reference.
 
-base is HumanEval's own inputs; plus is those and the additional ones, which is evalplus's score; both of the prompt and the
-completion as they are. plus-extracted is of the program that is in the completion, whatever its form. Data: evalplus's
-release (extra `code`), or its file (Apache-2.0).
+base is HumanEval's own inputs; plus is those and the additional ones, which is evalplus's score; both of the prompt
+and the completion as they are. plus-extracted is of the program that is in the completion, whatever its form. Data:
+evalplus's release (extra `code`), or its file (Apache-2.0).
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class HumanEvalPlus(DataSuite):
         ]
         verdicts = base_and_plus(evaluation, [*docs, *docs], [*strict, *extracted], "HumanEval")
         items = []
-        for answer, (base, plus), (_, cut) in zip(
-            answers, verdicts[: len(docs)], verdicts[len(docs) :], strict=True
-        ):
+        for answer, (base, plus), (_, cut) in zip(answers, verdicts[: len(docs)], verdicts[len(docs) :], strict=True):
             items += [
                 code_item(answer, [verdict], filter_name=reading)
                 for reading, verdict in (("base", base), ("plus", plus), ("plus-extracted", cut))

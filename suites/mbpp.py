@@ -1,8 +1,8 @@
 """MBPP: a whole function from a description and three assertions; lm-eval's prompt, three shots.
 
 strict runs the whole generation, which is lm-eval's score; lenient cuts it at its first answer boundary (2610.41366
-App. A.7). Beside each outcome: the kind of failure, whether the generation ran past its answer, and whether it names the
-required function. Data: google-research-datasets/mbpp, tasks 11 to 510 of the full set (CC BY 4.0).
+App. A.7). Beside each outcome: the kind of failure, whether the generation ran past its answer, and whether it names
+the required function. Data: google-research-datasets/mbpp, tasks 11 to 510 of the full set (CC BY 4.0).
 """
 
 from __future__ import annotations

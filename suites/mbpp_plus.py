@@ -1,4 +1,4 @@
-"""MBPP+: MBPP's functions on evalplus's inputs, where they have to agree with the reference; lm-eval's prompt, three shots.
+"""MBPP+: MBPP's functions on evalplus's inputs, where they have to agree with the reference; lm-eval's prompt.
 
 base is the task's own inputs; plus is those and the additional ones, which is evalplus's score; both of the whole
 generation. plus-lenient is of the program that is in it, cut at its first answer boundary. Flags as in mbpp. Data:

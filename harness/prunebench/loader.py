@@ -376,8 +376,8 @@ def load_suite(name_or_path: str) -> Suite:
     """Load a suite by name or by the path of its file; `name=source` says where data come from that are not shipped.
 
     Raises:
-        UsageError: for an unknown name, a file whose `SUITE` is missing or no `prunebench.Suite`, or a source for a suite
-            that has its data with it.
+        UsageError: for an unknown name, a file whose `SUITE` is missing or no `prunebench.Suite`, or a source for a
+            suite that has its data with it.
     """
     from prunebench.suite import Suite
 

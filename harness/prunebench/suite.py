@@ -4,8 +4,8 @@ A suite is one file `suites/<name>.py` that defines a module-level `SUITE`, its 
 lm-eval's own format, and the data files that those name, relative to the suites folder. This module knows the shape of
 a suite and the identity of its content; it runs nothing and imports neither torch nor lm-eval.
 
-The data of a `DataSuite` are not shipped: they come from a file, the hub or evalplus (`prunebench.documents`), are made into
-documents by the suite, and are part of its identity by their content, wherever they came from.
+The data of a `DataSuite` are not shipped: they come from a file, the hub or evalplus (`prunebench.documents`), are
+made into documents by the suite, and are part of its identity by their content, wherever they came from.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TaskFile:
         """The YAML's content.
 
         Raises:
-            UsageError: if the file is no mapping with a `task` and local `dataset_kwargs: {data_files: {split: path}}` or
-                a `dataset_path` on the hub.
+            UsageError: if the file is no mapping with a `task` and local `dataset_kwargs: {data_files: {split:
+                path}}` or a `dataset_path` on the hub.
         """
         import yaml
 
@@ -170,7 +170,8 @@ class DataSuite(Suite):
     def with_source(self, source: str) -> Self:
         """This suite on the data of a source (`prunebench.documents`)."""
         other = copy.copy(self)
-        other.source, other._read = source, {}
+        DataSuite.__init__(other)
+        other.source = source
         return other
 
     @abstractmethod

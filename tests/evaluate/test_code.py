@@ -87,7 +87,7 @@ def evalplus_says():
     class Stat:
         value = 3
 
-    def says(dataset, entry, inputs, outputs, expected, atol):
+    def says(dataset, entry, inputs, outputs, expected, atol):  # noqa: PLR0917 - evalplus's own
         code = f"outputs = iter({outputs!r})\ndef {entry}(*_):\n    return next(outputs)\n"
         stat, details, progress = Stat(), [False] * len(inputs), Stat()
         with pytest.MonkeyPatch.context() as patch:
@@ -111,16 +111,56 @@ class _nothing:  # noqa: N801 - a context manager in place of a function
 
 
 VALUES: tuple[Any, ...] = (
-    *(0, 1, True, 2.0, 1.0 + 1e-7, 1.0 + 1e-5, 1.0 + 1e-13, 1e9 + 1, 1e9, -0.0, float("inf"), float("-inf"), float("nan")),
-    *("", "a", None, [], (), {}, [1, 2], (1, 2), [1.0, 2.0], (1.0, 2.0), [1.0, 2.0 + 1e-8], [1.0, 2.1], [1.0], [1.0, 2]),
-    *([[1.0], [2.0]], [[1.0], [2.0 + 1e-8]], [(1.0, 2.0)], {1: 2.0}, {1: 2.0 + 1e-9}, {1, 2}, 1j, 1j + 1e-9, [True], "1.0"),
+    *(
+        0,
+        1,
+        True,
+        2.0,
+        1.0 + 1e-7,
+        1.0 + 1e-5,
+        1.0 + 1e-13,
+        1e9 + 1,
+        1e9,
+        -0.0,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+    ),
+    *(
+        "",
+        "a",
+        None,
+        [],
+        (),
+        {},
+        [1, 2],
+        (1, 2),
+        [1.0, 2.0],
+        (1.0, 2.0),
+        [1.0, 2.0 + 1e-8],
+        [1.0, 2.1],
+        [1.0],
+        [1.0, 2],
+    ),
+    *(
+        [[1.0], [2.0]],
+        [[1.0], [2.0 + 1e-8]],
+        [(1.0, 2.0)],
+        {1: 2.0},
+        {1: 2.0 + 1e-9},
+        {1, 2},
+        1j,
+        1j + 1e-9,
+        [True],
+        "1.0",
+    ),
 )
 
 
 @pytest.mark.parametrize("atol", [0, 1e-4])
 def test_outputs_agree_when_evalplus_says_so(evalplus_says, atol):
     for expected in VALUES:
-        theirs = [evalplus_says("mbpp", "f", [[0]], [output], [expected], atol)[0] for output in map(_literal, VALUES)]
+        theirs = [evalplus_says("f", [[0]], [output], [expected], atol)[0] for output in map(_literal, VALUES)]
         ours = [_agrees(output, expected, atol) for output in VALUES]
         for output, one, other in zip(VALUES, ours, theirs, strict=True):
             assert one == other, (output, expected, atol)
@@ -148,22 +188,20 @@ def _literal(value):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "entry", "arguments", "expected", "outputs"),
+    ("entry", "arguments", "expected", "outputs"),
     [
-        ("mbpp", "similar_elements", [(1, 2), (2, 1)], (1, 2), [(2, 1), [1, 2, 2], {1, 2}, (1,), 3, None]),
-        ("mbpp", "Diff", [[1], [2]], [1, 2], [[2, 1], [1], [1, 2, 3]]),
-        ("mbpp", "sum_div", [7], 1, [0, 1, 2, 0.0]),
-        ("mbpp", "surface_Area", [3, 4], 33, [33, 34, 35, 33.0]),
-        ("mbpp", "digit_distance_nums", [1, 20], 18, [18, 3, 4]),
-        ("mbpp", "check_str", ["a"], True, [True, False, None, 0, "match"]),
-        ("mbpp", "text_match_three", ["a"], False, [True, False, None, 0, "match"]),
+        ("similar_elements", [(1, 2), (2, 1)], (1, 2), [(2, 1), [1, 2, 2], {1, 2}, (1,), 3, None]),
+        ("Diff", [[1], [2]], [1, 2], [[2, 1], [1], [1, 2, 3]]),
+        ("sum_div", [7], 1, [0, 1, 2, 0.0]),
+        ("surface_Area", [3, 4], 33, [33, 34, 35, 33.0]),
+        ("digit_distance_nums", [1, 20], 18, [18, 3, 4]),
+        ("check_str", ["a"], True, [True, False, None, 0, "match"]),
+        ("text_match_three", ["a"], False, [True, False, None, 0, "match"]),
     ],
 )
-def test_tasks_of_their_own_rule_agree_when_evalplus_says_so(
-    evalplus_says, dataset, entry, arguments, expected, outputs
-):
+def test_tasks_of_their_own_rule_agree_when_evalplus_says_so(evalplus_says, entry, arguments, expected, outputs):
     for output in outputs:
-        theirs = evalplus_says(dataset, entry, [arguments], [output], [expected], 0)[0]
+        theirs = evalplus_says("mbpp", entry, [arguments], [output], [expected], 0)[0]
         assert _agrees(output, expected, 0, f"Mbpp/{entry}", arguments) == theirs, output
 
 
@@ -208,7 +246,11 @@ MBPP = {
     "code": "class Node:\r\n  def __init__(self, n):\r\n    self.n = n\r\n    self.next = None\r\n"
     "def count_nodes(head):\r\n  n = 0\r\n  while head:\r\n    n, head = n + 1, head.next\r\n  return n",
     "test_setup_code": "root = Node(1)\r\nroot.next = Node(2)\r\nroot.next.next = Node(3)",
-    "test_list": ["assert count_nodes(root) == 3", "assert count_nodes(root.next) == 2", "assert count_nodes(None) == 0"],
+    "test_list": [
+        "assert count_nodes(root) == 3",
+        "assert count_nodes(root.next) == 2",
+        "assert count_nodes(None) == 0",
+    ],
 }
 PLUS = {
     "id": "Mbpp/0",
@@ -280,7 +322,10 @@ def test_what_is_too_large_to_send_is_compared_by_its_digest():
         (good, "ok"),
         (good.replace("str(i)", "str(i + (i == 199_999))"), "wrong"),
         (good.replace("(i, str(i))", "[i, str(i)]"), "wrong"),
-        ("class E(list):\n    def __eq__(s, o): return True\ndef table(n):\n    return E([0] * 10 ** 7)", "error wrong"),
+        (
+            "class E(list):\n    def __eq__(s, o): return True\ndef table(n):\n    return E([10 ** 9] * 10 ** 6)",
+            "error wrong",
+        ),
     ):
         assert run_case(inputs_case(big, program, "Mbpp", "plus"), boxed()).state in state.split(), program
 
@@ -338,7 +383,10 @@ def test_only_a_documents_own_assertions_are_believed():
     # An assertion that the model wrote stays with the program; one of another document's only adds to what must hold.
     own = "def add(x):\n    return x + 2\nassert add(1) == 4\n"
     assert evaluation.run_program(own + ASSERTIONS).state == "wrong"
-    assert evaluation.run_program(f"def add(x):\n    return x + 2 * (x > 0)\nassert add(0) == 2\n{ASSERTIONS}").state == "wrong"
+    assert (
+        evaluation.run_program(f"def add(x):\n    return x + 2 * (x > 0)\nassert add(0) == 2\n{ASSERTIONS}").state
+        == "wrong"
+    )
 
 
 def test_the_unsafe_way_is_one_that_is_asked_for():
@@ -361,8 +409,47 @@ def test_the_asked_verdicts_come_from_cases_that_are_run_once(monkeypatch):
     monkeypatch.setattr(engine, "run_cases", counting)
     reports = []
     evaluation = Evaluation(torch.nn.Identity().eval(), None, progress=lambda *report: reports.append(report))
-    good, bad = (check_case(HUMANEVAL, text) for text in (f"{HUMANEVAL['prompt']}{HUMANEVAL['canonical_solution']}", ""))
+    good, bad = (
+        check_case(HUMANEVAL, text) for text in (f"{HUMANEVAL['prompt']}{HUMANEVAL['canonical_solution']}", "")
+    )
     assert [verdict.state for verdict in evaluation.run_cases([good, bad, good, bad], good)] == ["ok", "error"] * 2
     assert len(ran) == 2
     assert reports == [("run programs", 1, 2), ("run programs", 2, 2)]
 
+
+def recorded_programs():
+    """(document, text, state, reason) of programs of the committed records, some of each state."""
+    from prunebench.loader import content_root
+    from prunebench.record import read_items
+
+    root = content_root()
+    docs = {}
+    for task in ("code_mbpp", "code_humaneval"):
+        for line in (root / f"suites/data/{task}.jsonl").read_text(encoding="utf-8").splitlines():
+            doc = json.loads(line)
+            docs[doc["id"]] = {**doc, "head": doc["prompt"] if task == "code_humaneval" else ""}
+    arms = (
+        "dense",
+        "mone-ratio0.5-constant-A",
+        "random-ratio0.75-reroute-trained-A",
+        "reap-ratio0.5-reroute-trained-A",
+    )
+    by_state: dict[str, list[Any]] = {}
+    for arm in arms:
+        for item in read_items(root / "leaderboard/records/tiny/tiny-olmoe" / arm / "items.parquet").items():
+            if item.suite == "code" and item.state != "empty":
+                detail = json.loads(item.detail)
+                row = (docs[item.item], detail["text"], item.state, detail["reason"])
+                by_state.setdefault(item.state, []).append(row)
+    return [row for rows in by_state.values() for row in random.Random(0).sample(rows, 12)]
+
+
+def test_the_committed_records_programs_have_the_verdicts_that_were_recorded():
+    """State and reason: they were made before there was a sandbox, with the tests in the program's own process."""
+    rows = recorded_programs()
+    assert {state for _, _, state, _ in rows} == {"ok", "wrong", "error"}
+    for doc, text, state, reason in rows:
+        evaluation = Evaluation(torch.nn.Identity().eval(), None)
+        vars(evaluation)["_tried_box"] = boxed()
+        evaluation._asserted[doc["test"]] = doc["entry_point"]
+        assert evaluation.run_program(f"{doc['head']}{text}\n{doc['test']}") == (state, reason), text

@@ -39,7 +39,7 @@ COMPLETIONS = {
     "constant, then signature": f"PI = math.pi\n{WHOLE.replace('math.pi', 'PI')}",
     "fence": f"```python\n{WHOLE}```",
     "fence without a language": f"```\n{WHOLE}```\n",
-    "fence among prose": f"Sure! This is it.\n\n```python\n{WHOLE}```\n\nIt multiplies. Don't forget to `import math`.\n",
+    "fence among prose": f"Sure! This is it.\n\n```python\n{WHOLE}```\n\nIt multiplies. Don't forget the `math`.\n",
     "two fences": f"First the import:\n```python\nimport math\n```\nthen:\n```python\n{WHOLE}```\n",
     "fence that does not close": f"```python\n{WHOLE}",
     "fence with a body": f"```python\n{BODY}```\n",
@@ -50,7 +50,7 @@ COMPLETIONS = {
 
 def area(program):
     space = {}
-    exec(compile(program, "program.py", "exec"), space)
+    exec(compile(program, "program.py", "exec"), space)  # noqa: S102 - what is written above
     return space["area"](2.0)
 
 
@@ -95,13 +95,14 @@ def test_evalplus_finds_the_same_function_where_its_sanitizer_is_right():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "\n", "no code at all", "def other():\n    pass", "```", "```python\n```", "    return (", "\0", "\ud800"]
+    "text",
+    ["", "\n", "no code at all", "def other():\n    pass", "```", "```python\n```", "    return (", "\0", "\ud800"],
 )
 def test_a_text_without_the_function_stays_what_it_is_and_fails(text):
     for program in (completed_program(PROMPT, text, "area"), whole_program(text, "area")):
         try:
             result = area(program)
-        except (Exception, SystemExit):  # noqa: BLE001 - whatever its fault is
+        except (Exception, SystemExit):  # noqa: BLE001, S112 - whatever its fault is
             continue
         assert result is None
 
@@ -140,7 +141,9 @@ def test_a_function_is_named_by_its_whole_name():
     assert not names_function("def sub_area(r)", "area")
 
 
-@pytest.mark.parametrize("piece", ["(", "[", "{", "-", "not ", "lambda:", "a.", "f()", "1+", "if x:\n ", "a if b else ", "*", "x="])
+@pytest.mark.parametrize(
+    "piece", ["(", "[", "{", "-", "not ", "lambda:", "a.", "f()", "1+", "if x:\n ", "a if b else ", "*", "x="]
+)
 @pytest.mark.parametrize("size", [LONGEST // 2, 3 * LONGEST])
 def test_texts_that_exhaust_a_parser_are_survived(piece, size):
     text = (piece * size)[:size]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,8 @@ def test_a_correct_program_passes_and_says_nothing(ask):
         ("\ud800", "error", "SyntaxError", "syntax error"),
         ("\0", "error", "SyntaxError", "syntax error"),
         ("(" * 5000, "error", "SyntaxError", "syntax error"),
+        ("raise KeyError('\\ud800')", "error", "KeyError", "other error"),
+        ("raise ValueError('\\ud800')", "error", "ValueError: ?", "other error"),
         ("class E(Exception):\n    def __str__(self):\n        raise self\nraise E", "error", "E: ", "other error"),
     ],
 )
@@ -240,10 +244,10 @@ def test_a_program_may_take_a_multiple_of_its_references_time(box):
 
 def test_no_descriptor_is_left_open(ask):
     ask(GOOD)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for program in (GOOD, "while True: pass", "import os; os._exit(0)"):
         ask(program)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 # --- without a sandbox
@@ -265,7 +269,7 @@ def test_a_bubblewrap_that_cannot_make_a_box_is_no_sandbox(monkeypatch, tmp_path
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(PrerequisiteError, match="cannot make a box here.*No permissions"):
+    with pytest.raises(PrerequisiteError, match=r"cannot make a box here.*No permissions"):
         box_module.boxed()
     monkeypatch.undo()
     box_module.boxed.cache_clear()
@@ -288,25 +292,24 @@ def test_nothing_survives_a_harness_that_is_killed(tmp_path):
         "from prunebench.sandbox import Case, boxed, run_case\n"
         f"run_case(Case('s', 'import time\\n{mark} = 1\\ntime.sleep(600)', 'f()', {{'f': 'f'}}), boxed())\n"
     )
-    harness = subprocess.Popen([sys.executable, "-c", source], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    harness = subprocess.Popen(
+        [sys.executable, "-c", source], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     try:
         assert _until(lambda: len(_children_of(harness.pid)) == 2), "two boxes"
         boxes = _children_of(harness.pid)
     finally:
         harness.kill()
         harness.wait()
-    assert _until(lambda: not [pid for pid in boxes if os.path.exists(f"/proc/{pid}")])
+    assert _until(lambda: not [pid for pid in boxes if Path(f"/proc/{pid}").exists()])
 
 
 def _children_of(parent):
     children = []
-    for name in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                if name.isdigit() and file.read().rpartition(")")[2].split()[1] == str(parent):
-                    children.append(name)
-        except (OSError, IndexError):
-            continue
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(parent):
+                children.append(folder.name)
     return children
 
 

@@ -150,8 +150,7 @@ def add(x): return wire.Kept(-1, '__import__("os")')
     "keyboard interrupt": "def add(x): raise KeyboardInterrupt",
     "exit handler": "import atexit, os\natexit.register(os._exit, 0)\ndef add(x): raise SystemExit(0)",
     "closes everything": "import os\nos.closerange(3, 64)\ndef add(x): return 3",
-    "trace function": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef add(x): return x",
-    "no recursion": "import sys\nsys.setrecursionlimit(5)\ndef add(x): return x + 2",
+    "trace function": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\nadd = abs",
     "answers once": "seen = []\ndef add(x):\n    seen.append(x)\n    return 3 if len(seen) == 1 else None",
     "empty": "",
     "missing entry point": "def added(x): return x + 2",
@@ -161,7 +160,7 @@ def add(x): return wire.Kept(-1, '__import__("os")')
 HARMS = {
     "host files": """
 import os
-for path in ('{host}', '{host}/secret', '{here}', '/etc/passwd', '/proc/self', '/sys/kernel', '/var', '/dev/mem', '/dev/shm'):
+for path in ('{host}', '{host}/secret', '{here}', '/etc/passwd', '/proc/self', '/sys/kernel', '/var', '/dev/shm'):
     if os.path.lexists(path): raise RuntimeError('host file ' + path)
 if os.listdir('/dev') != ['null']: raise RuntimeError('devices')
 """,
@@ -173,7 +172,7 @@ for path in ('{host}/left', '/left', '/usr/left', '/dev/left', '/lib/left', '/tm
 """,
     "environment": """
 import os
-if 'PRUNEBENCH_SECRET' in os.environ or 'HOME' in os.environ or 'PYTHONPATH' in os.environ: raise RuntimeError('environment')
+if 'PRUNEBENCH_SECRET' in os.environ or 'HOME' in os.environ or 'PATH' in os.environ: raise RuntimeError('environment')
 """,
     "identity": """
 import os
@@ -194,7 +193,8 @@ else: raise RuntimeError('connected')
 """,
     "subprocess": """
 import subprocess, os
-for start in (lambda: subprocess.run(['/usr/bin/env']), lambda: os.system('true') and 1 / 0, lambda: os.popen('true').read(),
+for start in (lambda: subprocess.run(['/usr/bin/env']), lambda: os.system('true') and 1 / 0,
+              lambda: os.popen('true').read(),
               lambda: os.posix_spawn('/usr/bin/env', ['env'], {{}}), os.fork, os.forkpty):
     try: start()
     except (OSError, ZeroDivisionError): continue
@@ -274,42 +274,42 @@ for name in ('sitecustomize.py', 'usercustomize.py', 'conftest.py', 'numpy.py', 
 """,
 }
 
+SIGNALS = """
+import signal
+for number in range(1, 65):
+    try: signal.signal(number, {})
+    except (OSError, ValueError): pass
+while True: pass
+"""
+FLOOD = """
+import os
+for number in range(3, 64):
+    try:
+        for _ in range(16): os.write(number, b'f' * 2 ** 20)
+    except OSError: pass
+"""
+
 # Each is stopped by a limit.
 EXHAUSTION = {
     "endless loop": ("while True:\n    try:\n        1 / 0\n    except:\n        pass", "timeout"),
-    "signal handlers": (
-        "import signal\n"
-        "for number in range(1, 65):\n"
-        "    try: signal.signal(number, lambda *_: None)\n"
-        "    except (OSError, ValueError): pass\n"
-        "while True: pass",
-        "timeout",
-    ),
-    "ignored signals": (
-        "import signal\n"
-        "for number in range(1, 65):\n"
-        "    try: signal.signal(number, signal.SIG_IGN)\n"
-        "    except (OSError, ValueError): pass\n"
-        "while True: pass",
-        "timeout",
-    ),
+    "signal handlers": (SIGNALS.format("lambda *_: None"), "timeout"),
+    "ignored signals": (SIGNALS.format("signal.SIG_IGN"), "timeout"),
     "itertools": ("import itertools\ndef add(x): return list(itertools.product(range(9), repeat=9))", "error timeout"),
     "a power": ("def add(x): return 10 ** 10 ** 8", "timeout error"),
     "a regex": ("import re\ndef add(x): return re.match('(a+)+$', 'a' * 64 + 'b')", "timeout"),
     "5 GB": ("held = bytearray(5 * 2 ** 30)", "error"),
     "memory in small pieces": ("held = []\nwhile True: held.append(bytes(2 ** 20))", "error timeout"),
-    "stdout": ("import sys\nfor _ in range(1024): sys.stdout.write('x' * 2 ** 20)\ndef add(x): return 99", "wrong timeout"),
-    "stdout, unbuffered": ("import os\nfor _ in range(1024): os.write(1, bytes(2 ** 20))\ndef add(x): return 99", "wrong timeout"),
+    "stdout": (
+        "import sys\nfor _ in range(1024): sys.stdout.write('x' * 2 ** 20)\ndef add(x): return 99",
+        "wrong timeout",
+    ),
+    "stdout, unbuffered": (
+        "import os\nfor _ in range(1024): os.write(1, bytes(2 ** 20))\ndef add(x): return 99",
+        "wrong timeout",
+    ),
     "a reply too large": ("def add(x): return 'x' * 2 ** 25", "wrong"),
     "a file too large": ("open('f', 'wb').write(bytes(2 ** 24))", "error"),
-    "all channels flooded": (
-        "import os\n"
-        "for number in range(3, 64):\n"
-        "    try:\n"
-        "        for _ in range(16): os.write(number, b'f' * 2 ** 20)\n"
-        "    except OSError: pass",
-        "error timeout",
-    ),
+    "all channels flooded": (FLOOD, "error timeout"),
     "segfault": ("import ctypes\nctypes.string_at(0)", "error"),
     "abort": ("import os\nos.abort()", "error"),
     "deep recursion": ("import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()", "error timeout"),
@@ -375,7 +375,9 @@ def left_behind():
             commands.append(words[0])
     temporary = Path(tempfile.gettempdir())
     names = ("sitecustomize.py", "usercustomize.py", "conftest.py", "numpy.py", "left", "big", "f", "0")
-    return commands, [name for name in names for place in (temporary, Path.cwd(), Path("/")) if (place / name).is_file()]
+    return commands, [
+        name for name in names for place in (temporary, Path.cwd(), Path("/")) if (place / name).is_file()
+    ]
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -421,7 +423,9 @@ def test_what_a_program_plants_is_gone_for_the_next(ask):
 
 def test_a_program_that_passes_while_it_leaves_threads_is_not_waited_for(ask):
     started = time.monotonic()
-    program = "import threading, time\nthreading.Thread(target=time.sleep, args=(120,)).start()\ndef add(x): return x + 2"
+    program = (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(120,)).start()\ndef add(x): return x + 2"
+    )
     assert ask(program).state == "ok"
     assert time.monotonic() - started < 60
 
@@ -429,7 +433,9 @@ def test_a_program_that_passes_while_it_leaves_threads_is_not_waited_for(ask):
 def test_expected_values_never_enter_the_workers_box(box, tmp_path):
     """All bytes that go to the worker, seen from outside by strace's poor relative: the pipe is read in its place."""
     secret = 7_654_321
-    case = Case("s", "def add(x): return 0", f"assert add(5) == {secret}", {"add": "add"}, preamble=f"_expected = {secret}")
+    case = Case(
+        "s", "def add(x): return 0", f"assert add(5) == {secret}", {"add": "add"}, preamble=f"_expected = {secret}"
+    )
     from prunebench.sandbox.inside.judge import judge, prepare
     from prunebench.sandbox.inside.wire import Channel, pack
 
@@ -439,7 +445,8 @@ def test_expected_values_never_enter_the_workers_box(box, tmp_path):
         worker.send("ready")
         worker.send((0, "ok", pack(None)))
         worker.send((1, "ok", pack(0)))
-        request = {"program": case.program, "tests": case.tests, "names": dict(case.names), "preamble": "", "data": {}}
+        request = {"program": case.program, "tests": case.tests, "names": dict(case.names), "data": {}}
+        request["followed_by"] = ""
         request["preamble"] = case.preamble
         verdict = judge(request, prepare(request), Channel(replies[0], calls[1]))
         sent = os.read(calls[0], 2**16)

@@ -14,7 +14,7 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,14 +33,20 @@ REAL = Path(os.environ.get("PRUNEBENCH_DATA") or ROOT.parent / "shared/data/real
 FILES = {"humaneval": "humaneval", "mbpp": "mbpp", "mbpp_plus": "mbppplus-2023-11"}
 SOURCES = {"humaneval": "humaneval", "humaneval_plus": "humanevalplus", "mbpp": "mbpp", "mbpp_plus": "mbppplus"}
 
+
+def value(formula, x):
+    """What a formula of ours is at x."""
+    return eval(formula, {"x": x})  # noqa: S307
+
+
 HUMANEVAL = [
     {
         "task_id": f"HumanEval/{number}",
         "prompt": f'def {name}(x: int) -> int:\n    """{words}"""\n',
         "entry_point": name,
         "canonical_solution": f"    return {formula}\n",
-        "test": f"def check(candidate):\n    assert candidate(3) == {eval(formula, {'x': 3})}\n"
-        f"    assert candidate(-2) == {eval(formula, {'x': -2})}\n",
+        "test": f"def check(candidate):\n    assert candidate(3) == {value(formula, 3)}\n"
+        f"    assert candidate(-2) == {value(formula, -2)}\n",
     }
     for number, (name, words, formula) in enumerate(
         [("double", "Twice x.", "2 * x"), ("square", "x times x.", "x * x"), ("third", "A third.", "x // 3")]
@@ -62,7 +68,7 @@ MBPP = [
         "text": f"Write a function to give {words}.",
         "code": f"def {name}(x):\r\n  return {formula}",
         "test_setup_code": "",
-        "test_list": [f"assert {name}({x}) == {eval(formula, {'x': x})}" for x in (1, 2, 7)],
+        "test_list": [f"assert {name}({x}) == {value(formula, x)}" for x in (1, 2, 7)],
         "challenge_test_list": [],
     }
     for number, (name, words, formula) in enumerate(
@@ -86,7 +92,7 @@ MBPP_PLUS = [
         "plus_input": [[-5], [0.5]],
         "atol": 0,
         "contract": "",
-        "assertion": "\n".join(f"assert {name}({x}) == {eval(formula, {'x': x})}" for x in (1, 2, 3)),
+        "assertion": "\n".join(f"assert {name}({x}) == {value(formula, x)}" for x in (1, 2, 3)),
     }
     for number, (name, words, formula) in enumerate([("double", "twice", "2 * x"), ("square", "a square", "x * x")])
 ]
@@ -121,9 +127,7 @@ class Scripted(Evaluation):
 
 
 def scripted(answer):
-    return Scripted(
-        torch.nn.Identity().eval(), None, answer=lambda prompt: Generation(answer(prompt.text), "stop", 9)
-    )
+    return Scripted(torch.nn.Identity().eval(), None, answer=lambda prompt: Generation(answer(prompt.text), "stop", 9))
 
 
 def solutions(name):
@@ -212,7 +216,9 @@ RUN_ON = "\n\nYou are an expert Python programmer, and here is your task: Write 
     ],
     ids=["as it should be", "preamble", "begin", "assert", "print", "harmless print", "blank", "own fault"],
 )
-def test_mbpp_is_scored_strictly_and_leniently_as_in_the_papers_appendix(own, change, strict, lenient, ran_past, kind):
+def test_mbpp_is_scored_strictly_and_leniently_as_in_the_papers_appendix(  # noqa: PLR0917
+    own, change, strict, lenient, ran_past, kind
+):
     rows = own["mbpp"].run(scripted(solve("mbpp", change)))
     assert states(rows) == {"strict": [strict] * 2, "lenient": [lenient] * 2}
     for row in rows:
@@ -232,7 +238,11 @@ def test_a_function_of_another_name_is_flagged(own):
 def test_plus_inputs_find_what_base_inputs_do_not(own):
     def nearly(text):
         # Right on integers of two digits, and on what is not.
-        return text.replace("return ", "return abs(x) > 10 ** 9 or ") if "    " in text else text.replace("* x", "* int(x)")
+        return (
+            text.replace("return ", "return abs(x) > 10 ** 9 or ")
+            if "    " in text
+            else text.replace("* x", "* int(x)")
+        )
 
     for name in ("humaneval_plus", "mbpp_plus"):
         found = states(own[name].run(scripted(solve(name, nearly))))
@@ -387,7 +397,9 @@ def test_which_suites_run_programs():
 def real(name: str) -> list[dict[str, Any]]:
     path = REAL / f"{FILES[name]}.jsonl.gz"
     if not path.is_file():
-        pytest.skip(f"no {path.name} in PRUNEBENCH_DATA or ../shared/data/real: the data sets are not in the repository")
+        pytest.skip(
+            f"no {path.name} in PRUNEBENCH_DATA or ../shared/data/real: the data sets are not in the repository"
+        )
     return load_suite(f"{name}={path}").documents(name)["test"]
 
 
@@ -430,7 +442,7 @@ def test_some_reference_solutions_of_the_data_sets_pass(name):
 class Mutation(ast.NodeTransformer):
     """The first binary or comparison operator of a function, replaced by another."""
 
-    SWAPS = {
+    SWAPS: ClassVar = {
         ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Mod: ast.Mult, ast.Div: ast.Mult,
         ast.FloorDiv: ast.Mult, ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
         ast.LtE: ast.Gt, ast.GtE: ast.Lt,
@@ -453,7 +465,7 @@ class Mutation(ast.NodeTransformer):
 
 
 def test_reference_solutions_with_one_operator_changed_fail():
-    """Where a data set's own tests do not see a change, they are shown not to by running them plainly, in this process."""
+    """Where a data set's own tests do not see a change, that is shown by running them plainly, in this process."""
     documents = {doc["id"]: doc for doc in real("humaneval")[::8]}
     cases = []
     for doc in documents.values():
@@ -465,4 +477,4 @@ def test_reference_solutions_with_one_operator_changed_fail():
     assert len(cases) - len(passed) >= 12
     for case in passed:
         doc = documents[case.name]
-        exec(f"{case.program}\n{doc['test']}\ncheck({doc['entry_point']})", {})  # noqa: S102 - a changed reference
+        exec(f"{case.program}\n{doc['test']}\ncheck({doc['entry_point']})", {})  # noqa: S102

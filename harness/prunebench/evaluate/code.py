@@ -71,12 +71,8 @@ def assertion_case(doc: Mapping[str, Any], program: str) -> Case:
 
 def required_names(doc: Mapping[str, Any], tests: str) -> list[str]:
     """The names that the reference defines and the tests use, sorted; builtin ones too (Mbpp/126 asks for `sum`)."""
-    defined = {
-        name
-        for node in ast.parse(str(doc["code"])).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        for name in [node.name]
-    }
+    body = ast.parse(str(doc["code"])).body
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
     return sorted(defined & used)
 

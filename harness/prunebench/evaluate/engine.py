@@ -18,6 +18,7 @@ Suffixes: B rows of a batch, T tokens, V vocabulary, S scored positions of a bat
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -242,7 +243,14 @@ class Evaluation:
             )
         test = max(fitting, key=len)
         entry = self._asserted[test]
-        case = Case(entry, program.removesuffix(test), test, {entry: entry}, cpu_seconds=PROGRAM_CPU_SECONDS)
+        case = Case(
+            entry,
+            program.removesuffix(test),
+            test,
+            {entry: entry},
+            followed_by=re.sub(r"==[^\n]*", "== ...", test),
+            cpu_seconds=PROGRAM_CPU_SECONDS,
+        )
         return run_case(case, self._tried_box)
 
     def run_cases(self, cases: Sequence[Case], canary: Case) -> list[Verdict]:

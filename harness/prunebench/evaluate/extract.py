@@ -37,8 +37,8 @@ def completed_program(prompt: str, completion: str, name: str) -> str:
     """The program of a completion of `prompt`, which ends inside the function `name`: HumanEval's form.
 
     A completion that defines `name` itself stands alone, after what the prompt has before that function (imports,
-    helpers). Any other is the rest of the body: tabs that indent become four spaces, as in the prompt, and a body that is
-    not indented is. Definitions, imports and assignments are kept; prose, calls and tests after them are not.
+    helpers). Any other is the rest of the body: tabs that indent become four spaces, as in the prompt, and a body
+    that is not indented is. Definitions, imports and assignments are kept; prose, calls and tests after them are not.
     """
     code = _unfenced(completion, name)
     if len(prompt) + len(code) > LONGEST:

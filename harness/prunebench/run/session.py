@@ -165,7 +165,7 @@ class Session:
     # --- steps
 
     def _executor(self, arm: PreparedArm) -> dict[str, Any]:
-        """Where programs ran, if any did: the sandbox's version changes no verdict, so it is no part of the identity."""
+        """Where programs ran, if any did. It is no part of the identity: the sandbox's version changes no verdict."""
         if not any(suite.runs_programs for suite in arm.suites):
             return {}
         box = OPEN if arm.spec.unsafe_local else boxed()

@@ -1,9 +1,9 @@
 """Starting an interpreter in a box, and ending all that is in it.
 
 A box is bubblewrap around a fresh Python: namespaces of its own for users, processes, network, IPC, host name and
-cgroups; the system and the interpreter read-only; a small tmpfs and /dev/null; nobody's user id without capabilities; an
-environment of three variables; the filter of `seccomp`. It has no /proc: nothing needs it, and there are machines where
-it cannot be mounted. `OPEN` is the same without bubblewrap and filter, for `--unsafe-local`.
+cgroups; the system and the interpreter read-only; a small tmpfs and /dev/null; nobody's user id without capabilities;
+an environment of three variables; the filter of `seccomp`. It has no /proc: nothing needs it, and there are machines
+where it cannot be mounted. `OPEN` is the same without bubblewrap and filter, for `--unsafe-local`.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ class Process:
         self._first_inside: int | None = None
 
     def hold(self) -> None:
-        """Take a handle on the box's first process. Soon after the start: while it lives, its number is nobody else's."""
+        """Take a handle on the box's first process, soon after the start: while it lives, its number is its own."""
         if self._information is None:
             return
-        with open(self._information, "rb") as file:
+        with open(self._information, "rb") as file:  # noqa: PTH123 - a descriptor
             told = file.read()
         with contextlib.suppress(ValueError, ProcessLookupError):  # bubblewrap failed, or all is over
             self._first_inside = os.pidfd_open(json.loads(told)["child-pid"])
@@ -157,7 +157,7 @@ def _filter() -> bytes:
 
 @cache
 def _modules() -> str:
-    """Python that makes the modules of `inside` without a file: compiled here, as compiling takes longer than a start."""
+    """Python that makes the modules of `inside` without a file; compiled here, as that takes longer than a start."""
     package = "prunebench.sandbox.inside"
     parents = [(name, "") for name in ("prunebench", "prunebench.sandbox", package)]
     files = [(name, Path(__file__).parent / "inside" / f"{name}.py") for name in _INSIDE]
@@ -200,7 +200,7 @@ def _arguments(bwrap: str) -> tuple[str, ...]:
 def _system_folder(folder: Path) -> list[str]:
     """A folder beside /usr as it is here: the same link into /usr, or bound read-only."""
     if folder.is_symlink():
-        return ["--symlink", os.readlink(folder), str(folder)]
+        return ["--symlink", str(folder.readlink()), str(folder)]
     return ["--ro-bind", str(folder), str(folder)] if folder.is_dir() else []
 
 

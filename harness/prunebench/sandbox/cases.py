@@ -1,7 +1,8 @@
 """Cases: a program that a model wrote, the task's own tests, and what became of them.
 
-Each case is run by two boxes that talk over two pipes. The worker's has the program and receives inputs; the judge's has
-the tests, the reference and the expected values, and sends us the verdict. Neither can reach the other but by messages.
+Each case is run by two boxes that talk over two pipes. The worker's has the program and receives inputs; the judge's
+has the tests, the reference and the expected values, and sends us the verdict. Neither can reach the other but by
+messages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Self
 
 from prunebench.errors import IntegrityError, PrerequisiteError
-from prunebench.sandbox.box import Box, Process
+from prunebench.sandbox.box import Box
 from prunebench.sandbox.inside.judge import LARGEST_REQUEST
 from prunebench.sandbox.inside.wire import Channel
 
@@ -48,7 +49,8 @@ _JUDGE_CPU_SECONDS = 600
 _JUDGE_WALL_SECONDS = 6000.0
 _JUDGE_MEMORY_BYTES = 3 * 2**30
 _STARTS = 3
-# The limit on CPU time sends the first, and a second later the other. A program may send them to itself: it fails alike.
+# The limit on CPU time sends the first, and a second later the other. A program may send them to itself: it fails
+# alike.
 _LIMIT_SIGNALS = (-signal.SIGXCPU, -signal.SIGKILL)
 _GRACE_SECONDS = 5.0
 
@@ -95,9 +97,11 @@ class Case:
         preamble: Python that runs before the tests in their namespace, before `names` take their places: a reference,
             helpers. It must not fail.
         data: more names for the tests, with plain values.
+        followed_by: text without expected values that is compiled behind the program, and never run: syntax errors
+            are then told as where tests are a program's last lines.
         cpu_seconds: of the program.
-        cpu_factor: if above zero, the program may take this many times the preamble's CPU time in addition: that is where
-            a reference is asked for the expected values.
+        cpu_factor: if above zero, the program may take this many times the preamble's CPU time in addition: that is
+            where a reference is asked for the expected values.
         wall_seconds: of the program, and ten times its CPU seconds if that is more.
         memory_bytes: of the program.
     """
@@ -108,6 +112,7 @@ class Case:
     names: Mapping[str, str]
     preamble: str = ""
     data: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    followed_by: str = ""
     cpu_seconds: int = CPU_SECONDS
     cpu_factor: float = 0.0
     wall_seconds: float = WALL_SECONDS
@@ -144,7 +149,8 @@ def run_cases(
         progress: called with (done, all).
 
     Raises:
-        IntegrityError: if the reference solution fails or an empty program passes: nothing that was run can be believed.
+        IntegrityError: if the reference solution fails or an empty program passes: nothing that was run can be
+            believed.
         PrerequisiteError: if boxes cannot be started.
     """
     empty = replace(canary, name=f"{canary.name}, empty", program="")
@@ -191,7 +197,9 @@ def _run(case: Case, box: Box) -> Verdict:
         try:
             verdict = _in_two_boxes(case, box)
         except OSError as error:
-            raise PrerequisiteError("cannot start a process", where=f"{case.name}, {box.name}", fix=str(error)) from error
+            raise PrerequisiteError(
+                "cannot start a process", where=f"{case.name}, {box.name}", fix=str(error)
+            ) from error
         if verdict is not None:
             return verdict
     raise PrerequisiteError(
@@ -239,8 +247,9 @@ def _judged(word: _Word, codes: Sequence[int], cpu_seconds: int, case: Case) -> 
     """What the judge's word, or its silence, and the ends of both boxes (the judge's, the worker's) amount to."""
     match word.state:
         case "ok" | "wrong" | "error":
-            # Addresses differ from run to run; equal programs shall have equal verdicts.
-            return Verdict(word.state, re.sub("0x[0-9a-f]+", "0x…", word.reason))
+            # What a program says need be no text, and addresses differ from run to run.
+            reason = word.reason.encode(errors="replace").decode()
+            return Verdict(word.state, re.sub("0x[0-9a-f]+", "0x…", reason))
         case "unready":
             return None
         case "broken":
@@ -281,6 +290,7 @@ def _word_from(host: Channel, number: int, seconds: float) -> _Word:
 def _request(case: Case) -> dict[str, Any]:
     return {
         "program": case.program.encode(errors="replace").decode(),  # a lone surrogate is no source code
+        "followed_by": case.followed_by,
         "tests": case.tests,
         "preamble": case.preamble,
         "names": dict(case.names),

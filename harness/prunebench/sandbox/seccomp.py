@@ -23,7 +23,8 @@ CLONE_THREAD: Final = 0x10000
 _ARCHITECTURE: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32: Final = 0x40000000
 
-# Names with their numbers on x86-64 and arm64 (asm/unistd_64.h, asm-generic/unistd.h); None where there is no such call.
+# Names with their numbers on x86-64 and arm64 (asm/unistd_64.h, asm-generic/unistd.h); None where there is no such
+# call.
 REFUSED: Final[dict[str, tuple[int | None, int | None]]] = {
     # processes
     "fork": (57, None),

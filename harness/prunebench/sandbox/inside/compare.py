@@ -1,8 +1,8 @@
 """When an output agrees with the reference's: evalplus 0.3.1's rules, on plain values.
 
-Written after `evalplus.eval.unsafe_execute` (Apache-2.0), with these differences, each of which is stricter or mends a fault:
-HumanEval/32 is counted (evalplus skips it, so that it can never pass); a float output's tolerance holds for that output and
-not for all that come after it; the tasks for which evalplus takes anything (Mbpp/164) are compared.
+Written after `evalplus.eval.unsafe_execute` (Apache-2.0), with these differences, each of which is stricter or mends
+a fault: HumanEval/32 is counted (evalplus skips it, so that it can never pass); a float output's tolerance holds for
+that output and not for all that come after it; the tasks for which evalplus takes anything (Mbpp/164) are compared.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _is_there(output: Any, expected: Any, _arguments: Sequence[Any], _atol: floa
 def _is_zero(output: Any, _expected: Any, arguments: Sequence[Any], atol: float) -> bool:
     """HumanEval/32: any root of the polynomial is right."""
     (coefficients,) = arguments
-    return abs(sum(factor * output**power for power, factor in enumerate(coefficients))) <= atol
+    return bool(abs(sum(factor * output**power for power, factor in enumerate(coefficients))) <= atol)
 
 
 def _or(other: Callable[..., Any], *, exactly: bool = True) -> Rule:
@@ -102,7 +102,8 @@ def _or(other: Callable[..., Any], *, exactly: bool = True) -> Rule:
 def _surface_area(base: float, height: float) -> int:
     """Mbpp/581 with the perpendicular height for the slanted one."""
     slanted = ((base / 2) ** 2 + height**2) ** 0.5
-    return round(base**2 + 4 * (base * slanted) / 2)
+    total: int = round(base**2 + 4 * (base * slanted) / 2)
+    return total
 
 
 def _digit_distance(one: int, other: int) -> int:

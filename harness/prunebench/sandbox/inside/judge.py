@@ -51,14 +51,17 @@ class _Program:
         except (EOFError, BadMessageError):
             return False
 
-    def load(self, program: str) -> None:
-        self._ask("load", program)
+    def load(self, program: str, followed_by: str) -> None:
+        """Run the program."""
+        self._ask("load", program, followed_by)
 
     def ask(self, verb: str, *values: Any) -> Any:
+        """What the worker answers; counted as a question of the tests."""
         self.calls += 1
         return self._ask(verb, *values)
 
     def fail(self, state: str, reason: str) -> NoReturn:
+        """Give the case up."""
         failure = ProgramFailedError(state, reason)
         self.failure = self.failure or failure
         raise failure
@@ -77,9 +80,12 @@ class _Program:
             self.fail("died", "")
         except BadMessageError as error:
             self.fail("error", f"the program's process sent {error}")
-        if outcome == "ok":
-            return value
-        kind, text = (str(part) for part in value)
+        if outcome != "ok":
+            self._raised(*value)
+        return value
+
+    def _raised(self, kind: object, text: object) -> NoReturn:
+        kind, text = str(kind), str(text)
         self.fail("wrong" if kind == "AssertionError" else "error", f"{kind[:100]}: {text[:200]}")
 
 
@@ -110,15 +116,17 @@ class StandIn:
         return iter(self._program.ask("list", self._kept))
 
     def _refuse(self, *_: Any) -> NoReturn:
-        self._program.fail("wrong", f"returned a {self._kept.kind}, which is no plain value")
+        # As told where both are in one process: no object of the program's is what was expected.
+        self._program.fail("wrong", "AssertionError: ")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
 
 
 def _number_of(value: Any) -> Kept:
     """What is sent of a stand-in; anything else that is no plain value cannot be an argument."""
     if type(value) is StandIn:
-        return object.__getattribute__(value, "_kept")
+        kept: Kept = object.__getattribute__(value, "_kept")
+        return kept
     raise TypeError(f"the tests pass a {type(value).__name__}, which is no plain value")
 
 
@@ -137,7 +145,7 @@ def judge(request: dict[str, Any], names: dict[str, Any], channel: Channel) -> d
     """Run the tests of one case.
 
     Args:
-        request: program, names (name in the tests: name in the program) and tests.
+        request: program, followed_by, names (name in the tests: name in the program) and tests.
         names: the tests' namespace.
         channel: to the worker.
 
@@ -154,7 +162,7 @@ def judge(request: dict[str, Any], names: dict[str, Any], channel: Channel) -> d
     names.update({name: StandIn(program, Kept(NAMED, target)) for name, target in request["names"].items()})
     state, reason = "ok", ""
     try:
-        program.load(request["program"])
+        program.load(request["program"], request["followed_by"])
         exec(tests, names)  # noqa: S102 - the task's own code
         if not program.calls:
             return {"state": "broken", "reason": "the tests asked nothing of the program"}
@@ -174,7 +182,7 @@ def _said(error: BaseException) -> str:
 
 
 def main(cpu_seconds: int, memory_bytes: int, calls: int, replies: int) -> None:
-    """Read one request from standard input; write how long the preamble took and then the verdict to standard output."""
+    """Read a request from standard input; write how long the preamble took, and the verdict, to standard output."""
     set_limits(cpu_seconds, memory_bytes, 0)
     host = Channel(os.dup(0), os.dup(1), LARGEST_REQUEST)
     empty = os.open(os.devnull, os.O_RDWR)

@@ -1,8 +1,8 @@
 """Values as bytes: every builtin type that a test compares has a tag, and nothing else arrives.
 
 Whatever a program makes of a value, what arrives on the other side is plain data: no class of the program's survives,
-so neither does its `__eq__`. A subclass of a builtin type is sent as the builtin value that it holds. Any other object is
-sent as a number under which the worker keeps it, and its type's name.
+so neither does its `__eq__`. A subclass of a builtin type is sent as the builtin value that it holds. Any other
+object is sent as a number under which the worker keeps it, and its type's name.
 
 What is too large to send is sent as a digest: whoever knows what it should be can tell whether it is that, exactly.
 
@@ -92,8 +92,8 @@ def pack(value: Any, keep: Callable[[Any], Kept] | None = None, largest: int | N
         largest: bytes above which the value's digest is packed instead.
 
     Raises:
-        ValueError: if containers are nested too deeply, there is an object and nobody to keep it, or a value that is too
-            large has one in it.
+        ValueError: if containers are nested too deeply, there is an object and nobody to keep it, or a value that is
+            too large has one in it.
     """
     parts: list[bytes] = []
     put: Any = parts.append
@@ -160,7 +160,9 @@ def _pack(value: Any, keep: Any, put: Any, depth: int) -> None:  # noqa: C901, P
         _pack_items(b"O", 2, (kept.number, kept.kind), keep, put, depth)
 
 
-def _pack_items(tag: bytes, count: int, items: Iterable[Any], keep: Any, put: Any, depth: int) -> None:
+def _pack_items(  # noqa: PLR0917
+    tag: bytes, count: int, items: Iterable[Any], keep: Any, put: Any, depth: int
+) -> None:
     put(b"%s%d;" % (tag, count))
     for item in items:
         _pack(item, keep, put, depth + 1)

@@ -72,6 +72,7 @@ class _Answers:
     def _do(self, verb: str, given: bytes) -> Any:
         target, *rest = unpack(given, self._object)
         if verb == "load":
+            compile(target + rest[0], "program.py", "exec")
             exec(compile(target, "program.py", "exec"), self._names)  # noqa: S102 - what this process is for
             return None
         if verb == "call":
