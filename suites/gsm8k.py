@@ -1,8 +1,9 @@
 """GSM8K with five examples: lm-eval's strict and flexible match, and a numeric one.
 
-strict-match wants `#### n`, flexible-extract takes the last number; both are lm-eval's own filters and exact match. numeric
-compares values: the first number behind the first `####`, or else the last one, without currency, grouping and trailing
-zeros. Where it decides otherwise than lm-eval, its row says what lm-eval decided. Data: openai/gsm8k (MIT), or files.
+strict-match wants `#### n`, flexible-extract takes the last number; both are lm-eval's own filters and exact match.
+numeric compares values: the first number behind the first `####`, or else the last one, without currency, grouping and
+trailing zeros. Where it decides otherwise than lm-eval, its row says what lm-eval decided. Data: openai/gsm8k (MIT), or
+files.
 """
 
 from __future__ import annotations
@@ -36,34 +37,31 @@ def rows(answer: Answer) -> list[Item]:
     for name, value in verdicts.items():
         found = str(answer.filtered[name])
         extracted = None if found == UNPARSED else found
-        items.append(row(answer, name, value, extracted, generation, common))
+        items.append(row(answer, name, value, {**common, "extracted": extracted}))
     number, gold = numeric_answer(generation.text), numeric_answer(answer.target)
     value = float(number is not None and number == gold)
     others = {name: verdict for name, verdict in verdicts.items() if verdict != value}
     beside = {"lm_eval": others} if others else {}
     extracted = None if number is None else f"{number:f}"
-    return [*items, row(answer, "numeric", value, extracted, generation, {**common, **beside})]
+    return [*items, row(answer, "numeric", value, {**common, "extracted": extracted, **beside})]
 
 
-def row(
-    answer: Answer, name: str, value: float, extracted: str | None, generation: Generation, detail: dict[str, Any]
-) -> Item:
+def row(answer: Answer, name: str, value: float, detail: dict[str, Any]) -> Item:
     """One reading of a generation; none of an invalid one is right."""
-    value = 0.0 if generation.finish == "invalid" else value
-    detail = {**detail, "extracted": extracted}
-    return answer.item("exact_match", value, state(value, extracted, generation), detail, filter_name=name)
+    value = 0.0 if detail["finish"] == "invalid" else value
+    return answer.item("exact_match", value, state(value, detail), detail, filter_name=name)
 
 
-def state(value: float, extracted: str | None, generation: Generation) -> str:
-    """ok if right; else what is the matter, the most basic first: invalid, empty, unparsed (truncated if cut), wrong."""
+def state(value: float, detail: dict[str, Any]) -> str:
+    """ok, or what is the matter, the most basic first: invalid, empty, unparsed (truncated if cut short), wrong."""
     if value:
         return "ok"
-    if generation.finish == "invalid":
+    if detail["finish"] == "invalid":
         return "invalid"
-    if not generation.text.strip():
+    if not str(detail["text"]).strip():
         return "empty"
-    if extracted is None:
-        return "truncated" if generation.finish == "length" else "unparsed"
+    if detail["extracted"] is None:
+        return "truncated" if detail["finish"] == "length" else "unparsed"
     return "wrong"
 
 

@@ -1,7 +1,7 @@
 """Nats per token on blocks of a held-out text, with nats per byte beside them, which compare across tokenizers.
 
-A block is a run of whole lines of at least 4,096 characters, the last one shorter, read after one BOS in windows of at most 2,048 tokens.
-Data: WikiText-2's validation split, or any file of lines or of rows with a `text`.
+A block is a run of whole lines of at least 4,096 characters (the last one may be shorter), read after one BOS in
+windows of at most 2,048 tokens. Data: WikiText-2's validation split, or any file of lines or of rows with a `text`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HeldOut(TaskSuite):
 
 
 def blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Lines joined until they are long enough; what is left at the end is a block too, if anything is to be read there."""
+    """Lines joined until they are long enough; what is left at the end is a block too, if there is text in it."""
     block = ""
     for text in texts:
         for line in text.removesuffix("\n").split("\n"):

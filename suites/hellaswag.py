@@ -1,5 +1,7 @@
-"""HellaSwag, zero-shot: the likeliest of four endings. With nine_tasks in the same run, a record holds the MoRA-9 mean,
-which has it instead of COPA (2610.41366 App. D). Data: Rowan/hellaswag's validation split, 10,042 items (MIT), or a file.
+"""HellaSwag, zero-shot: the likeliest of four endings.
+
+With nine_tasks in the same run, a record holds the MoRA-9 mean, which has it instead of COPA (2610.41366 App. D). Data:
+Rowan/hellaswag's validation split, 10,042 items (MIT), or a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The nine zero-shot choice tasks of 2610.41366 (MoNE's protocol), with its metrics: acc_norm for ARC, OpenBookQA and PIQA.
+"""The nine zero-shot choice tasks of 2610.41366 (MoNE's protocol): acc_norm for ARC, OpenBookQA and PIQA, else acc.
 
-The suite's number is their unweighted mean; records also hold the big-5 mean, which two small tasks cannot sway, and with
-suite hellaswag beside it the mean over MoRA's nine tasks. Data: lm-eval's data sets, by pinned revision, or files.
+The suite's number is their unweighted mean; records also hold the big-5 mean, which two small tasks cannot sway, and
+with suite hellaswag beside it the mean over MoRA's nine tasks. Data: lm-eval's data sets, by pinned revision, or files.
 """
 
 from __future__ import annotations

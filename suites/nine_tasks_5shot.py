@@ -1,7 +1,7 @@
 """The nine choice tasks of 2610.41366 with five examples each (Table C.6), and the metrics of the zero-shot ones.
 
-Examples are lm-eval's own draws: seed 1234, from the training split over all documents in order; MMLU's are the first of
-its subject. The suite's number is the unweighted mean. Data: lm-eval's data sets, by pinned revision, or files.
+Examples are lm-eval's own draws: seed 1234, from the training split over all documents in order; MMLU's are the first
+of its subject. The suite's number is the unweighted mean. Data: lm-eval's data sets, by pinned revision, or files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """WikiText-2 in windows of 2,048 tokens: lm-eval's word perplexity, with perplexity per token and per byte beside it.
 
-A page is read as lm-eval's wikitext task reads it: its tokenisation undone, one BOS before it, disjoint windows; words and
-bytes are counted before that is undone. Data: Salesforce/wikitext's lines, cut into pages at their titles, a file of
-those, or a file or data set of rows that are a `page` each.
+A page is read as lm-eval's wikitext task reads it: its tokenisation undone, one BOS before it, disjoint windows; words
+and bytes are counted before that is undone. Data: Salesforce/wikitext's lines, cut into pages at their titles, a file
+of those, or a file or data set of rows that are a `page` each.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class WikiText(TaskSuite):
 def pages(lines: Iterator[str]) -> Iterator[str]:
     """Lines as pages: one begins at a title of the first order, `= Title =`."""
     page: list[str] = []
-    for line in lines:
-        line = line.removesuffix("\n")
+    for ended in lines:
+        line = ended.removesuffix("\n")
         mark = line.replace("= = =", "===").replace("= =", "==").strip()
         if mark.startswith("= ") and mark.endswith(" =") and page:
             if "".join(page).strip():

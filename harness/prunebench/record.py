@@ -88,8 +88,8 @@ _OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {
     "edits": (dict,),
     "evaluation": (dict,),
 }
-"""How a fit pass went, which survivors answer for whom, and which are edited; how texts were put to the model, where there
-are several ways. Runs without do not have it."""
+"""How a fit pass went, which survivors answer for whom, and which are edited; how texts were put to the model, where
+there are several ways. Runs without do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),

@@ -1,4 +1,4 @@
-"""Numbers read from texts, against GSM8K's table of cases and lm-eval's own filters; predictions from log-likelihoods."""
+"""Numbers read from texts, by cases and against lm-eval's own filters; predictions from log-likelihoods."""
 
 from __future__ import annotations
 

@@ -122,9 +122,17 @@ def _rte(number: int) -> dict:
 
 
 MAKERS = {
-    **{"arc_easy": _arc, "arc_challenge": _arc, "boolq": _boolq, "copa": _copa, "mmlu": _mmlu},
-    **{"openbookqa": _openbookqa, "piqa": _piqa, "rte": _rte, "winogrande": _winogrande},
-    **{"hellaswag": _hellaswag, "gsm8k": _gsm8k},
+    "arc_easy": _arc,
+    "arc_challenge": _arc,
+    "boolq": _boolq,
+    "copa": _copa,
+    "mmlu": _mmlu,
+    "openbookqa": _openbookqa,
+    "piqa": _piqa,
+    "rte": _rte,
+    "winogrande": _winogrande,
+    "hellaswag": _hellaswag,
+    "gsm8k": _gsm8k,
 }
 NINE = ("arc_challenge", "arc_easy", "boolq", "copa", "mmlu", "openbookqa", "piqa", "rte", "winogrande")
 SPLITS = {
@@ -133,7 +141,10 @@ SPLITS = {
     "mmlu": ("test", "dev"),
 }
 ASKED = 5
-PAGES = ' = One page = \n\n Mara @-@ Lee said , " it is 1 @,@ 000 m " . \n = = A part = = \n ( so )  \'s N \n = Two = \n Other words .\n'
+PAGES = (
+    ' = One page = \n\n Mara @-@ Lee said , " it is 1 @,@ 000 m " . \n = = A part = = \n ( so )  \'s N \n'
+    " = Two = \n Other words .\n"
+)
 
 
 AXES = {"mathematics": True, "code": True, "chat": False, "sql": False}

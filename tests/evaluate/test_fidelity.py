@@ -1,4 +1,4 @@
-"""Fidelity against a plain float64 loop over both models' logits (2609.30465 §3.1), axes, batches, and what is restored."""
+"""Fidelity against a plain float64 loop over both models' logits (2609.30465 §3.1), axes, batches, restoring."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def data(tmp_path):
 
 
 def by_hand(moe, plan, tokenizer, row):
-    """Σ over the response's tokens of KL(q ‖ p), −ln q and −ln p, from two plain forwards, vocabulary entry by entry."""
+    """Σ over the response's tokens of KL(q ‖ p), −ln q and −ln p, from two plain forwards, entry by entry."""
     context = [0, *tokenizer.encode(row["context"].rstrip())]
     whole = [0, *tokenizer.encode(row["context"] + row["continuation"])]
     ids = torch.tensor([whole])
@@ -193,8 +193,7 @@ def test_chats_are_scored_at_what_the_assistant_says(opened, tokenizer, data):
 
     chatty = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
-        bos_token="<|end|>",
-        eos_token="<|end|>",
+        **dict.fromkeys(("bos_token", "eos_token"), "<|end|>"),
         chat_template="{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}|{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}",
     )

@@ -11,6 +11,20 @@ from prunebench.evaluate import Evaluation, Pair, Passage, Prompt, Sampling
 from prunebench.evaluate.journal import Journal
 
 
+@pytest.fixture
+def kept(tmp_path):
+    """The factory of journals at one place; closed in the end."""
+    opened = []
+
+    def make(key="key", counting=None):
+        opened.append(Journal(tmp_path / "j", key, counting))
+        return opened[-1]
+
+    yield make
+    for journal in opened:
+        journal.close()
+
+
 class Counters:
     def __init__(self):
         self.count = 0
@@ -44,13 +58,13 @@ def counted(model):
     return calls, handle
 
 
-def test_a_rerun_computes_nothing_and_gives_the_same_to_the_bit(model, tokenizer, tmp_path):
+def test_a_rerun_computes_nothing_and_gives_the_same_to_the_bit(model, tokenizer, tmp_path, kept):
     plain = ask_all(Evaluation(model, tokenizer, 60))
-    journal = Journal(tmp_path / "j", "key")
+    journal = kept()
     assert ask_all(evaluation(model, tokenizer, journal)) == plain
     journal.close()
     calls, handle = counted(model)
-    again = Journal(tmp_path / "j", "key")
+    again = kept()
     assert ask_all(evaluation(model, tokenizer, again)) == plain
     handle.remove()
     assert not calls
@@ -59,15 +73,15 @@ def test_a_rerun_computes_nothing_and_gives_the_same_to_the_bit(model, tokenizer
     assert not (tmp_path / "j").exists()
 
 
-def test_a_journal_cut_anywhere_goes_on_behind_its_last_whole_batch(model, tokenizer, tmp_path):
-    journal = Journal(tmp_path / "j", "key")
+def test_a_journal_cut_anywhere_goes_on_behind_its_last_whole_batch(model, tokenizer, tmp_path, kept):
+    journal = kept()
     plain = ask_all(evaluation(model, tokenizer, journal))
     journal.close()
     content = (tmp_path / "j").read_bytes()
     for size in (0, 10, len(content) // 3, len(content) // 2, len(content) - 1):
         (tmp_path / "j").write_bytes(content[:size])
         calls, handle = counted(model)
-        resumed = Journal(tmp_path / "j", "key")
+        resumed = kept()
         assert ask_all(evaluation(model, tokenizer, resumed)) == plain
         resumed.close()
         handle.remove()
@@ -75,17 +89,17 @@ def test_a_journal_cut_anywhere_goes_on_behind_its_last_whole_batch(model, token
         assert (tmp_path / "j").read_bytes() == content
 
 
-def test_another_model_is_never_served(model, new_model, tokenizer, tmp_path):
+def test_another_model_is_never_served(model, new_model, tokenizer, tmp_path, kept):
     other = new_model(seed=7)
-    journal = Journal(tmp_path / "j", "weights of one")
+    journal = kept("weights of one")
     ask_all(evaluation(model, tokenizer, journal))
     journal.close()
-    journal = Journal(tmp_path / "j", "weights of another")
+    journal = kept("weights of another")
     assert ask_all(evaluation(other, tokenizer, journal)) == ask_all(Evaluation(other, tokenizer, 60))
 
 
 @pytest.mark.parametrize("changed", ["text", "stop", "seed", "batch"])
-def test_a_changed_request_is_asked_anew_and_so_is_all_behind_it(model, tokenizer, tmp_path, changed):
+def test_a_changed_request_is_asked_anew_and_so_is_all_behind_it(model, tokenizer, tmp_path, changed, kept):
     def ask(journal, *, change):
         text, stop, seed = "Mara", "a", 0
         if change:
@@ -97,29 +111,29 @@ def test_a_changed_request_is_asked_anew_and_so_is_all_behind_it(model, tokenize
         prompts = [Prompt(f"{text} {n}", (stop,), 6, sampling=Sampling(seed=seed)) for n in range(6)]
         return one.generate(prompts), one.loglikelihood([Pair("a", " b")])
 
-    journal = Journal(tmp_path / "j", "key")
+    journal = kept()
     before = ask(journal, change=False)
     journal.close()
-    journal = Journal(tmp_path / "j", "key")
+    journal = kept()
     assert ask(journal, change=True) == ask(None, change=True)
     journal.close()
-    journal = Journal(tmp_path / "j", "key")
+    journal = kept()
     assert ask(journal, change=False) == before
 
 
-def test_counters_stand_as_they_did(tmp_path):
+def test_counters_stand_as_they_did(tmp_path, kept):
     counters = Counters()
 
     def batch():
         counters.count += 5
         return [1.5]
 
-    journal = Journal(tmp_path / "j", "key", counters)
+    journal = kept("key", counters)
     journal.through("one", batch)
     journal.through("two", batch)
     journal.close()
     counters.count = 0
-    journal = Journal(tmp_path / "j", "key", counters)
+    journal = kept("key", counters)
     assert journal.through("one", lambda: pytest.fail("asked again")) == [1.5]
     assert counters.count == 5
     journal.through("three", batch)  # where it said "two" before
@@ -131,15 +145,15 @@ def test_counters_stand_as_they_did(tmp_path):
     ]
 
 
-def test_numbers_that_are_none_survive(tmp_path):
-    journal = Journal(tmp_path / "j", "key")
+def test_numbers_that_are_none_survive(tmp_path, kept):
+    journal = kept()
     assert str(journal.through("x", lambda: [float("nan"), float("-inf")])) == "[nan, -inf]"
 
 
-def test_two_writers_of_one_journal_are_told_apart(tmp_path):
-    journal = Journal(tmp_path / "j", "key")
+def test_two_writers_of_one_journal_are_told_apart(tmp_path, kept):
+    journal = kept()
     with pytest.raises(BlockingIOError):
-        Journal(tmp_path / "j", "key")
+        kept()
     journal.close()
 
 

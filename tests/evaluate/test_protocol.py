@@ -14,8 +14,9 @@ from prunebench.evaluate.tasks import ask
 from prunebench.suite import Suite
 
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% if not loop.last or add_generation_prompt %}"
-    "\n{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -209,7 +210,7 @@ def test_an_impossible_shard_is_refused(model, tokenizer, shard):
 def test_a_chat_template_that_begins_with_bos_gives_one_bos_and_lm_evals_prompts(new_model, retokenized, shots):
     from prunebench.evaluate.tasks import load_task
 
-    tokenizer = retokenized(bos_token="<|end|>", eos_token="<|end|>", chat_template=TEMPLATE)
+    tokenizer = retokenized(**dict.fromkeys(("bos_token", "eos_token"), "<|end|>"), chat_template=TEMPLATE)
     model = new_model(length=512)
     rows, handle = fed(model)
     ask(Evaluation(model, tokenizer, chat_template=True), shots, "choice")

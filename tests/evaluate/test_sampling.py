@@ -12,7 +12,8 @@ from prunebench.errors import UsageError
 from prunebench.evaluate import Evaluation, Prompt, Sampling
 from prunebench.evaluate.decoding import draw, prompt_of
 
-WORDS = "Mara has stones and finds more Noka went to Accra Saka was sad 11 14 x + 10 def return".split()
+TEXT = "Mara has stones and finds more Noka went to Accra Saka was sad 11 14 x + 10 def return"
+WORDS = TEXT.split()
 
 
 def some_prompts(sampling, count=10, **more):
@@ -49,13 +50,14 @@ def test_each_token_is_drawn_exactly_as_often_as_transformers_warpers_would_have
     torch.manual_seed(0)
     logits_V = torch.randn(12) * 2
     logits_V[4] = -torch.inf
-    steps = 20_000
+    steps = 4_000
     counts = collections.Counter(draw(logits_V, sampling, (step + 0.5) / steps) for step in range(steps))
     expected_V = warped(logits_V, sampling)
     for token, probability in enumerate(expected_V.tolist()):
         assert counts[token] / steps == pytest.approx(probability, abs=2 / steps)
     assert draw(logits_V, sampling, 0.0) == int(logits_V.argmax())
-    assert draw(logits_V, sampling, 1 - 2**-53) in counts
+    for uniform in (1 - 2**-53, 1 - 2**-64):  # the second is 1.0
+        assert expected_V[draw(logits_V, sampling, uniform)] > 0
 
 
 def test_draws_do_not_depend_on_batches_and_do_on_seed_prompt_and_sample(model, tokenizer):
@@ -101,8 +103,10 @@ def test_sampling_as_typed():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "n", "n=x", "n=1,n=2", "heat=1", "temperature=0", "temperature=nan", "top_p=0", "top_p=1.1", "top_k=-1"]
-    + ["n=0", "seed=-1", "temperature=inf"],
+    [
+        *("", "n", "n=x", "n=1,n=2", "heat=1", "temperature=0", "temperature=nan", "temperature=inf"),
+        *("top_p=0", "top_p=1.1", "top_k=-1", "n=0", "seed=-1"),
+    ],
 )
 def test_impossible_sampling_is_one_clear_line(text):
     with pytest.raises(UsageError) as caught:

@@ -1,4 +1,4 @@
-"""Runs on suites whose data are not shipped: what a record says of them, resuming inside an evaluation, deciding again."""
+"""Runs on suites whose data are not shipped: what records say, resuming inside an evaluation, deciding again."""
 
 from __future__ import annotations
 

@@ -243,8 +243,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "finish", "gold", "strict", "flexible", "numeric"), CASES)
-def test_gsm8ks_three_readings(tmp_path, text, finish, gold, strict, flexible, numeric):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][:20])
+def test_gsm8ks_three_readings(tmp_path, case):
+    text, finish, gold, strict, flexible, numeric = case
     for name in ("gsm8k", "gsm8k-train"):
         rows = [{"question": f"{name} {n}?", "answer": f"It is so.\n#### {gold}"} for n in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

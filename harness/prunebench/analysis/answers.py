@@ -101,9 +101,10 @@ def lm_eval_exact_match(answer: str, reference: str) -> float:
 
 
 def numeric_answer(text: str) -> Decimal | None:
-    """The number that a solution gives: the first one behind the first `####` if there is one there, else the last one.
+    """The number that a solution gives: the first one behind the first `####`, if any is there, else the last.
 
-    `$29.00` is 29, `29.` is 29, `1,234` is 1234, `+3` is 3; what follows the answer, another problem say, does not count.
+    `$29.00` is 29, `29.` is 29, `1,234` is 1234, `+3` is 3; what follows the answer, such as another problem, does not
+    count.
     """
     head, marker, rest = text.partition("####")
     if marker and (found := _NUMBER.search(rest)):

@@ -1,8 +1,8 @@
 """Deciding every item of a run again, from what its rows store, and every number of its record from the items.
 
-No model, no lm-eval and no suite's code is asked: the rules stand here a second time. What a row does not hold itself, the
-reference of the tiny world's word problems, is taken from the documents that the caller has. Verdicts on programs are
-believed, as only a sandbox can make them again; they are counted apart.
+No model, no lm-eval and no suite's code is asked: the rules stand here a second time. What a row does not hold itself,
+the reference of the tiny world's word problems, is taken from the documents that the caller has. Verdicts on programs
+are believed, as only a sandbox can make them again; they are counted apart.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def recompute(run: Run, documents: Documents | None = None) -> Recomputed:
     by_cell: dict[str, list[tuple[Item, str | None]]] = {}
     for item in run.items.items():
         document = (documents or {}).get((item.suite, item.task, item.item.partition("#")[0]))
-        cell = "/".join((item.suite, item.task, item.filter, item.metric))
+        cell = f"{item.suite}/{item.task}/{item.filter}/{item.metric}"
         by_cell.setdefault(cell, []).append((item, _fault(item, document)))
     cells = []
     for cell, rows in sorted(by_cell.items()):

@@ -17,8 +17,8 @@ __all__ = ["ChoiceSuite", "choice_items", "common_detail"]
 def choice_items(answer: Answer) -> list[Item]:
     """One row per metric of the task's file, by lm-eval's rules.
 
-    The prediction is made from the log-likelihoods as they are stored. If one of them is not finite, the item is invalid
-    and counts as wrong; it is never a choice.
+    The prediction is made from the log-likelihoods as they are stored. If one of them is not finite, the item is
+    invalid and counts as wrong; it is never a choice.
     """
     scores = [score for score in answer.responses if isinstance(score, Score)]
     loglikelihoods = [rounded(score.loglikelihood) for score in scores]

@@ -58,7 +58,7 @@ class Sampling:
         Raises:
             UsageError: for an unknown or repeated name, or a value that is none.
         """
-        kinds = {one.name: type(one.default) for one in fields(cls)}
+        kinds: dict[str, Any] = {one.name: type(one.default) for one in fields(cls)}
         values: dict[str, Any] = {}
         for part in text.split(","):
             name, equals, value = part.strip().partition("=")
@@ -108,9 +108,8 @@ def prompt_of(text: str, settings: Mapping[str, Any], name: str) -> Prompt:
     temperature = float(settings.get("temperature") or 0)
     if not (settings.get("do_sample") or temperature > 0):
         return prompt
-    given = {
-        key: kind(settings[key]) for key, kind in (("top_p", float), ("top_k", int), ("seed", int)) if key in settings
-    }
+    kinds: dict[str, Any] = {"top_p": float, "top_k": int, "seed": int}
+    given = {key: kind(settings[key]) for key, kind in kinds.items() if key in settings}
     return prompt._replace(sampling=Sampling(temperature=temperature or 1.0, **given))
 
 
@@ -196,8 +195,8 @@ def next_tokens(decodings: list[Decoding], logits_BV: Tensor) -> Tensor:
 def draw(logits_V: Tensor, sampling: Sampling, uniform: float) -> int:
     """A token by inverse transform: the first, from the likeliest on, whose cumulative probability exceeds `uniform`.
 
-    Temperature, then top-k, then top-p, as transformers' warpers do it: of top-p, the fewest of the likeliest tokens that
-    together reach it. Equally likely tokens stand in the order of their ids.
+    Temperature, then top-k, then top-p, as transformers' warpers do it: of top-p, the fewest of the likeliest tokens
+    that together reach it. Equally likely tokens stand in the order of their ids.
 
     Args:
         logits_V: finite or -∞.
@@ -211,4 +210,5 @@ def draw(logits_V: Tensor, sampling: Sampling, uniform: float) -> int:
     kept = min(int((cumulative < sampling.top_p).sum()) + 1, len(cumulative))
     mass = cumulative[:kept]
     place = int((mass <= uniform * mass[-1]).sum())
-    return int(order_V[min(place, kept - 1)])
+    # Where rounding takes the draw to the very end: the last token that has any probability.
+    return int(order_V[min(place, int((mass < mass[-1]).sum()))])

@@ -6,9 +6,9 @@ finished stays in its batch until all have, so that batch composition depends on
 pruned runs can be compared. Log-softmax is taken in float32 (lm-eval's `softmax_dtype="float32"`) at the scored
 positions only, and summed in float64.
 
-Tokens may be drawn instead (`decoding.Sampling`), by a seed that knows nothing of batches. What does not fit is an error;
-where truncation is asked for, the beginning of the context is cut off behind its BOS, and counted. A continuation whose
-logits are no numbers has a log-likelihood that is none, and a generation ends as invalid.
+Tokens may be drawn instead (`decoding.Sampling`), by a seed that knows nothing of batches. What does not fit is an
+error; where truncation is asked for, the beginning of the context is cut off behind its BOS, and counted. A
+continuation whose logits are no numbers has a log-likelihood that is none, and a generation ends as invalid.
 
 What this is not: it does not share prefixes between requests.
 

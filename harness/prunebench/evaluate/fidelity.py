@@ -1,8 +1,7 @@
-"""Fidelity suites: documents with a fixed response behind a fixed context, read by the pruned and by the unpruned model."""
+"""Fidelity suites: fixed responses behind fixed contexts, read by the pruned and by the unpruned model."""
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,8 +43,8 @@ class PairSuite(Suite):
 
     def with_source(self, source: str) -> Self:
         """This suite on the data of a source (`prunebench.documents`)."""
-        other = copy.copy(self)
-        other.source, other._read = source, {}
+        other = type(self)()
+        other.source = source
         return other
 
     @property

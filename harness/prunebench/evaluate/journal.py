@@ -1,10 +1,10 @@
 """Finished forward batches of one evaluation, on disk, so that a killed one goes on where it was.
 
 An evaluation asks its batches in an order that its requests alone decide. The journal keeps, batch by batch, a hash of
-everything that was asked, what came out, and the counters as they stood; a rerun is given what is there as long as it asks
-the same. The journal's own key has to hold everything else that decides a number: weights, plan, dtype, kernel. So no
-score of one model is ever served to another, a changed task is asked anew, and a resumed run equals an uninterrupted one
-bit for bit.
+everything that was asked, what came out, and the counters as they stood; a rerun is given what is there as long as it
+asks the same. The journal's own key has to hold everything else that decides a number: weights, plan, dtype, kernel. So
+no score of one model is ever served to another, a changed task is asked anew, and a resumed run equals an uninterrupted
+one bit for bit.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Journal:
             self._kept, end = _read(self._file, digest)
             self._file.truncate(end)
         except BlockingIOError:
+            self._file.close()
             raise
         except OSError as error:
             raise UsageError(

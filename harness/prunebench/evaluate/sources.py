@@ -1,4 +1,4 @@
-"""Suites of lm-eval tasks whose data are not shipped: from a folder of files, one file, or the hub at a pinned revision.
+"""Suites of lm-eval tasks whose data are not shipped: from a folder, one file, or the hub at a pinned revision.
 
 A task's file (`suites/tasks/NAME.yaml`) is the same for either: it names the data set, its revision and its splits as
 lm-eval's own does, and in `metadata` the fields that a document has (`fields`), the data's file name (`data`, else the
@@ -7,7 +7,6 @@ task's name), and the field that files may have above their rows (`group`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -48,8 +47,8 @@ class TaskSuite(Suite):
 
     def with_source(self, source: str) -> Self:
         """This suite on the data of a source."""
-        other = copy.copy(self)
-        other.source, other._read = source, {}
+        other = type(self)()
+        other.source = source
         return other
 
     def document(self, task: str, row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,66 +125,80 @@ def _local_task_class() -> Any:
         def build(
             self, limit: int | None, *, shard: tuple[int, int] = (0, 1), chat: Chat | None = None
         ) -> list[list[Any]]:
-            """The requests of each document; `build_all_requests` without its progress bar and caches.
-
-            Examples are drawn for every document in order, asked or not, so that a document's prompt is the same in
-            any part of the data; each draw is lm-eval's own.
-
-            Args:
-                limit: only the first so many documents.
-                shard: (i, n) for every n-th of them, from the i-th on.
-                chat: the chat template that prompts are put into.
-            """
-            groups = []
-            shots = self.config.num_fewshot or 0
-            options = {} if chat is None else {"apply_chat_template": True, "chat_template": chat, **MULTITURN}
-            part, parts = shard
-            for doc_id, doc in self.doc_iterator(limit=limit):
-                if doc_id % parts != part:
-                    if shots:
-                        own_split = self.fewshot_cfg.split == self.config.test_split
-                        self.sampler.sample(n=shots, eval_doc=doc if own_split else None)
-                    continue
-                if shots and self._pools is not None:
-                    self.sampler.replace_df(self._pools[doc[self._group]])
-                context = self.fewshot_context(doc, num_fewshot=shots, gen_prefix=self.doc_to_prefix(doc), **options)
-                built = self.construct_requests(
-                    doc=doc,
-                    ctx=context,
-                    metadata=(self.config.task, doc_id, self.config.repeats),
-                    apply_chat_template=chat is not None,
-                )
-                groups.append(built if isinstance(built, list) else [built])
+            """The requests of each document; `build_all_requests` without its progress bar and caches."""
+            groups = _requests(self, limit, shard, chat)
             self._instances = [instance for group in groups for instance in group]
             return groups
 
-        @cached_property
-        def _pools(self) -> dict[str, list[dict[str, Any]]] | None:
-            """The examples of each group of documents, where a group has its own; only for samplers without chance."""
-            if self._group is None:
-                return None
-            assert self.fewshot_cfg.sampler == "first_n", "draws within groups would depend on what was drawn before"
-            pools: dict[str, list[dict[str, Any]]] = {}
-            for doc in self.fewshot_docs():
-                pools.setdefault(doc[self._group], []).append(doc)
-            return pools
-
-        @property
-        def _group(self) -> str | None:
-            return (self.config.metadata or {}).get("group")
-
-        def choices_of(self, doc: Mapping[str, Any]) -> tuple[str, ...]:
-            """A document's choices; none if it has none."""
-            return tuple(self.doc_to_choice(doc)) if self.config.output_type == "multiple_choice" else ()
-
-        def gold_of(self, doc: Mapping[str, Any]) -> str:
-            """What lm-eval holds an answer against, as text; of a choice task the gold choice's number."""
-            gold = self.doc_to_text(doc) if self.multiple_input else self.doc_to_target(doc)
-            if self.config.output_type == "multiple_choice" and isinstance(gold, str):
-                gold = self.doc_to_choice(doc).index(gold)
-            return str(gold)
-
     return LocalTask
+
+
+def _requests(task: Any, limit: int | None, shard: tuple[int, int], chat: Chat | None) -> list[list[Any]]:
+    """A task's requests, document by document.
+
+    Examples are drawn for every document in order, asked or not, so that a document's prompt is the same in any part of
+    the data; each draw is lm-eval's own.
+
+    Args:
+        task: lm-eval's.
+        limit: only the first so many documents.
+        shard: (i, n) for every n-th of them, from the i-th on.
+        chat: the chat template that prompts are put into.
+    """
+    groups = []
+    shots = task.config.num_fewshot or 0
+    options = {} if chat is None else {"apply_chat_template": True, "chat_template": chat, **MULTITURN}
+    pools = _pools(task) if shots else None
+    part, parts = shard
+    for doc_id, doc in task.doc_iterator(limit=limit):
+        if doc_id % parts != part:
+            if shots:
+                own_split = task.fewshot_cfg.split == task.config.test_split
+                task.sampler.sample(n=shots, eval_doc=doc if own_split else None)
+            continue
+        if pools is not None:
+            task.sampler.replace_df(pools[doc[_group(task)]])
+        context = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=task.doc_to_prefix(doc), **options)
+        built = task.construct_requests(
+            doc=doc,
+            ctx=context,
+            metadata=(task.config.task, doc_id, task.config.repeats),
+            apply_chat_template=chat is not None,
+        )
+        groups.append(built if isinstance(built, list) else [built])
+    return groups
+
+
+def _group(task: Any) -> str | None:
+    """The field whose values have examples of their own, such as MMLU's subject."""
+    return (task.config.metadata or {}).get("group")
+
+
+def _pools(task: Any) -> dict[str, list[dict[str, Any]]] | None:
+    """The examples of each group of documents, where a group has its own."""
+    field = _group(task)
+    if field is None:
+        return None
+    if task.fewshot_cfg.sampler != "first_n":
+        # A draw by chance would depend on what was drawn for other groups before.
+        raise UsageError("examples by group are drawn by chance", where=task.config.task, expected="sampler: first_n")
+    pools: dict[str, list[dict[str, Any]]] = {}
+    for doc in task.fewshot_docs():
+        pools.setdefault(doc[field], []).append(doc)
+    return pools
+
+
+def _choices_of(task: Any, doc: Mapping[str, Any]) -> tuple[str, ...]:
+    """A document's choices; none if it has none."""
+    return tuple(task.doc_to_choice(doc)) if task.config.output_type == "multiple_choice" else ()
+
+
+def _gold_of(task: Any, doc: Mapping[str, Any]) -> str:
+    """What lm-eval holds an answer against, as text; of a choice task the gold choice's number."""
+    gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    if task.config.output_type == "multiple_choice" and isinstance(gold, str):
+        gold = task.doc_to_choice(doc).index(gold)
+    return str(gold)
 
 
 def load_task(
@@ -300,8 +314,8 @@ def _answers(  # noqa: PLR0917  what an answer is made of
                 responses=own,
                 filtered={name: result[0] for name, result in results.items()},
                 metrics={name: lm_task.process_results(doc, result) for name, result in results.items()},
-                target=lm_task.gold_of(doc),
-                choices=lm_task.choices_of(doc),
+                target=_gold_of(lm_task, doc),
+                choices=_choices_of(lm_task, doc),
                 sample=sample,
                 dropped=_dropped(evaluation, group[0], own),
             )

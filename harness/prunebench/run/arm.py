@@ -396,18 +396,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         "limit": spec.limit,
         "seed": spec.seed,
     }
-    if spec.groups != ArmSpec.groups:
-        known["groups"] = spec.groups
-    if elsewhere is not None:
-        known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(elsewhere)}
-    if spec.unsafe_local:
-        # Stated only where it departs: a sandbox is what every other record's programs ran in, or would have.
-        known["executor"] = UNSAFE_LOCAL
-    for name in ("truncate", "chat_template"):
-        if getattr(spec, name):
-            known[name] = True
-    if spec.drawn is not None:
-        known["sampling"] = spec.drawn.to_json()
+    known.update(_departures(spec, elsewhere))
     if mask is not None:
         known["mask"] = {"digest": mask.digest, "source": "file"}
     elif operator is None:
@@ -433,6 +422,21 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         suites=suites,
         known=known,
     )
+
+
+def _departures(spec: ArmSpec, elsewhere: Method | None) -> dict[str, Any]:
+    """What an identity states only where it departs from what every other record did."""
+    stated: dict[str, Any] = {name: True for name in ("truncate", "chat_template") if getattr(spec, name)}
+    if spec.groups != ArmSpec.groups:
+        stated["groups"] = spec.groups
+    if elsewhere is not None:
+        stated["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(elsewhere)}
+    if spec.unsafe_local:
+        # A sandbox is what every other record's programs ran in, or would have.
+        stated["executor"] = UNSAFE_LOCAL
+    if spec.drawn is not None:
+        stated["sampling"] = spec.drawn.to_json()
+    return stated
 
 
 def _check_sandbox(spec: ArmSpec, suites: tuple[Suite, ...]) -> None:

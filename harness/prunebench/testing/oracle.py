@@ -37,7 +37,7 @@ def lm_eval_task(name: str, splits: Mapping[str, list[dict[str, Any]]], shots: i
     from lm_eval.tasks._yaml_loader import load_yaml
 
     folder = Path(lm_eval.__file__).parent / "tasks"
-    file = folder / (FILES[name] if name in FILES else f"mmlu/default/{name}.yaml")
+    file = folder / FILES.get(name, f"mmlu/default/{name}.yaml")
     config = dict(load_yaml(file))
     config.pop("tag", None)
     config.pop("task_alias", None)
