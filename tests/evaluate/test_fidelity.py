@@ -39,7 +39,7 @@ def plan(opened) -> Plan:
     from prunebench.loader import load_method
 
     operator: Method = load_method("reroute")
-    mask = Mask.of(opened.shapes, {shape.index: tuple(range(0, 8, 2)) for shape in opened.shapes})
+    mask = Mask.for_shapes(opened.shapes, {shape.index: range(0, 8, 2) for shape in opened.shapes})
     return make_plan(opened, mask, operator, None)
 
 
@@ -215,6 +215,7 @@ def test_chats_are_scored_at_what_the_assistant_says(opened, tokenizer, data):
     suite = load_suite(f"fidelity={data([{'axis': 'chat', 'covered': True, 'messages': messages[:3]}])}")
     with pytest.raises(UsageError, match="does not end on the assistant"):
         suite.run(Evaluation(opened.model, chatty, dense=nullcontext))
+    suite = load_suite(f"fidelity={data([{'axis': 'chat', 'covered': True, 'messages': messages}])}")
     with pytest.raises(UsageError, match="no chat template"):
         suite.run(Evaluation(opened.model, tokenizer, dense=nullcontext))
 

@@ -243,7 +243,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][:20])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0][:20]}-{case[1]}")
 def test_gsm8ks_three_readings(tmp_path, case):
     text, finish, gold, strict, flexible, numeric = case
     for name in ("gsm8k", "gsm8k-train"):

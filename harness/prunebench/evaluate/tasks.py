@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.evaluate.decoding import Generation, prompt_of
 from prunebench.evaluate.engine import Evaluation, Pair, Passage, PassageScore, Score
@@ -313,7 +315,7 @@ def _answers(  # noqa: PLR0917  what an answer is made of
                 prompt_hash=content_hash(canonical_json(asked)),
                 responses=own,
                 filtered={name: result[0] for name, result in results.items()},
-                metrics={name: lm_task.process_results(doc, result) for name, result in results.items()},
+                metrics={name: _metrics(lm_task, doc, result) for name, result in results.items()},
                 target=_gold_of(lm_task, doc),
                 choices=_choices_of(lm_task, doc),
                 sample=sample,
@@ -321,6 +323,13 @@ def _answers(  # noqa: PLR0917  what an answer is made of
             )
         )
     return answers
+
+
+def _metrics(task: Any, doc: Mapping[str, Any], result: list[Any]) -> dict[str, Any]:
+    # What is no number makes lm-eval's softmax complain; suites see to it that it decides nothing.
+    with np.errstate(invalid="ignore"):
+        metrics: dict[str, Any] = task.process_results(doc, result)
+    return metrics
 
 
 def _dropped(evaluation: Evaluation, request: Any, responses: tuple[Response, ...]) -> int:
