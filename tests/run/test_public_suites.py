@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -86,38 +87,45 @@ class Stop(Exception):  # noqa: N818  no error: what a signal does
     pass
 
 
-@pytest.mark.parametrize("when", [1, 4, 7])
-def test_a_killed_evaluation_goes_on_where_it_was_and_gives_the_same_record(ask, tmp_path, monkeypatch, when):
-    whole = Session(tmp_path / "whole").execute(ask("hellaswag", "fidelity", batch_tokens=512))
-    assert not list((tmp_path / "whole").rglob("answers-*"))
-    batches = []
+def test_a_killed_evaluation_goes_on_where_it_was_and_gives_the_same_record(ask, tmp_path, monkeypatch):
+    """Killed in the first suite, between the two, and when all items are there but the last proof is not."""
+    batches: list[str] = []
     through = Evaluation._through
+    killer = {"after": 10**9}
 
     def dying(self, kind, asked, compute):
         def counted():
             batches.append(kind)
-            if dying.after is not None and len(batches) > dying.after:
+            if len(batches) > killer["after"]:
                 raise Stop
             return compute()
 
         return through(self, kind, asked, counted)
 
     monkeypatch.setattr(Evaluation, "_through", dying)
-    dying.after = when
-    with pytest.raises(Stop):
-        Session(tmp_path / "killed").execute(ask("hellaswag", "fidelity", batch_tokens=512))
-    (journal,) = (tmp_path / "killed").rglob("answers-*")
-    assert len(journal.read_bytes().splitlines()) == 1 + when
-    before, dying.after = len(batches) - 1, None
-    batches.clear()
-    resumed = Session(tmp_path / "killed").execute(ask("hellaswag", "fidelity", batch_tokens=512))
-    first_pass = len(batches)
-    assert comparable(resumed.run.record) == comparable(whole.run.record)
-    assert resumed.run.items.equals(whole.run.items)
-    assert not list((tmp_path / "killed").rglob("answers-*"))
-    batches.clear()
-    Session(tmp_path / "again").execute(ask("hellaswag", "fidelity", batch_tokens=512))
-    assert first_pass == len(batches) - before
+
+    def execute(folder):
+        batches.clear()
+        return Session(tmp_path / folder).execute(ask("hellaswag", "fidelity", batch_tokens=512)).run
+
+    whole = execute("whole")
+    total, kinds = len(batches), list(batches)
+    items = (total + 1) // 3  # each question is asked once, and twice more to see that the answer is the same
+    assert kinds[:items].count("score") > 1
+    assert kinds[:items].count("fidelity") > 1
+    assert not list((tmp_path / "whole").rglob("answers-*"))
+    for when in (1, kinds.index("fidelity"), items):
+        killer["after"] = when
+        with pytest.raises(Stop):
+            execute(f"killed{when}")
+        (journal,) = (tmp_path / f"killed{when}").rglob("answers-*")
+        assert len(journal.read_bytes().splitlines()) == 1 + when
+        killer["after"] = 10**9
+        resumed = execute(f"killed{when}")
+        assert len(batches) == total - when
+        assert comparable(resumed.record) == comparable(whole.record)
+        assert resumed.items.equals(whole.items)
+        assert not list((tmp_path / f"killed{when}").rglob("answers-*"))
 
 
 def test_no_arm_is_served_anothers_answers(ask, tmp_path):
@@ -179,13 +187,13 @@ def test_an_altered_item_or_number_does_not_pass(ask, tmp_path, column):
     run = Session(tmp_path).execute(ask("hellaswag", method=None, ratio=None)).run
     items = list(run.items.items())
     item = items[0]
+    stated = json.loads(item.detail)
+    other = [0.0 if place == (stated["prediction"] + 1) % 4 else -9.0 for place in range(4)]
     changed = {
         "value": {"value": 1.0 - item.value, "state": "wrong" if item.value else "ok"},
         "state": {"state": "wrong" if item.state == "ok" else "ok"},
-        "detail": {"detail": json.dumps({**json.loads(item.detail), "loglikelihoods": [-1.0, -2.0, -3.0, -0.5][::-1]})},
+        "detail": {"detail": json.dumps({**stated, "loglikelihoods": other})},
     }[column]
-    import dataclasses
-
     table = items_to_table([dataclasses.replace(item, **changed), *items[1:]])
     folder = tmp_path / "altered" / "run"
     write_run(folder, run.record, table)
