@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from prunebench.documents import Rows, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Evaluation
     from prunebench.record import Item
 
-__all__ = ["DataSuite", "Suite", "TaskFile", "suite_content"]
+__all__ = ["BosRule", "DataSuite", "Suite", "TaskFile", "suite_content"]
+
+
+BosRule = Literal["always", "tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Suite(ABC):
         headline: the (task, filter, metric) whose macro mean is the suite's number.
         shots: few-shot examples of every task, instead of what its file says; None to leave it at that.
         needs_dense: whether `run` compares with the unpruned model.
+        bos: `always`, one BOS before every text if the tokenizer has one; or `tokenizer`, only where the tokenizer
+            itself puts one before a text, as lm-eval does.
     """
 
     name: ClassVar[str]
@@ -101,6 +106,7 @@ class Suite(ABC):
     headline: ClassVar[tuple[tuple[str, str, str], ...]]
     shots: ClassVar[int | None] = None
     needs_dense: ClassVar[bool] = False
+    bos: ClassVar[BosRule] = "always"
 
     def shots_of(self, config: Mapping[str, Any]) -> int:
         """How many few-shot examples a task has."""
@@ -160,6 +166,7 @@ class DataSuite(Suite):
         source: what was said, or None.
     """
 
+    bos = "tokenizer"
     data_name: ClassVar[str]
     default_source: ClassVar[str] = ""
     source: str | None = None

@@ -55,8 +55,9 @@ def data(tmp_path):
 
 def by_hand(moe, plan, tokenizer, row):
     """Σ over the response's tokens of KL(q ‖ p), −ln q and −ln p, from two plain forwards, entry by entry."""
-    context = [0, *tokenizer.encode(row["context"].rstrip())]
-    whole = [0, *tokenizer.encode(row["context"] + row["continuation"])]
+    # This tokenizer puts no BOS before a text, so there is none.
+    context = tokenizer.encode(row["context"].rstrip())
+    whole = tokenizer.encode(row["context"] + row["continuation"])
     ids = torch.tensor([whole])
     with torch.no_grad():
         p_TV = moe.model(input_ids=ids, use_cache=False).logits[0].double()

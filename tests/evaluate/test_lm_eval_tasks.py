@@ -143,6 +143,14 @@ def test_choices_are_scored_as_by_lm_evals_evaluator_and_hflm(folder, long_model
     assert set(found) == {metric for metric in ("acc", "acc_norm") if metric in samples[0]}
 
 
+def test_a_tokenizer_that_adds_no_bos_gets_none_as_in_lm_eval(folder, long_model, tokenizer):
+    suite = one_task("nine_tasks", "arc_easy", folder)
+    items = by_metric(suite.run(Evaluation(long_model, tokenizer)))
+    tasks = their_tasks("arc_easy", handwritten.rows("arc_easy"), 0)
+    (samples,) = oracle.samples(long_model, tokenizer, tasks, length=LENGTH).values()
+    assert agree(items, samples, items) > 0
+
+
 def test_generations_and_both_matches_are_lm_evals(folder, new_model, tokenizer_adding_bos):
     model = new_model(length=LENGTH)
     suite = one_task("gsm8k", "gsm8k", folder)

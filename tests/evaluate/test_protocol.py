@@ -76,6 +76,25 @@ def test_padding_and_end_tokens_change_nothing_and_bos_stands_once(new_model, to
     assert end_tokens(model, own) == sorted({0, *([own.eos_token_id] if own.eos_token_id is not None else [])})
 
 
+def test_a_suite_may_leave_bos_to_the_tokenizer_as_lm_eval_does(model, tokenizer, tokenizer_adding_bos, shots):
+    class Theirs(type(shots)):
+        bos = "tokenizer"
+
+    for own, begins in ((tokenizer, False), (tokenizer_adding_bos, True)):
+        rows, handle = fed(model)
+        answers = ask(Evaluation(model, own, 1).under(Theirs()), Theirs(), "choice")
+        handle.remove()
+        assert len(answers) == 9
+        assert all((row[0] == 0) == begins and row.count(0) == begins for row in rows)
+        assert bos_policy(own, "tokenizer") == ("one bos (id 0) before every text" if begins else "no bos")
+    # The end token stands for it where a text has nothing before it.
+    rows, handle = fed(model)
+    (score,) = Evaluation(model, tokenizer, bos="tokenizer").loglikelihood([Pair("", "Mara has")])
+    handle.remove()
+    assert rows[0][0] == 0
+    assert score.tokens == len(tokenizer.encode("Mara has"))
+
+
 def test_a_tokenizer_without_bos_and_end_is_refused_where_one_is_needed(model, retokenized):
     evaluation = Evaluation(model, retokenized())
     assert evaluation.loglikelihood([Pair("Mara has", " stones")])[0].tokens > 0

@@ -21,7 +21,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,7 @@ from prunebench.sandbox import OPEN, Box, Case, Verdict, boxed, run_case, run_ca
 
 if TYPE_CHECKING:
     from prunebench.evaluate.tasks import Answer
-    from prunebench.suite import Suite
+    from prunebench.suite import BosRule, Suite
 
 __all__ = [
     "ENGINE_VERSION",
@@ -132,9 +132,18 @@ class _Row(NamedTuple):
     dropped: int = 0
 
 
-def bos_policy(tokenizer: Any) -> str:
-    """How texts begin, for the record: exactly one BOS where the tokenizer has one, added by us and never by it."""
-    return "no bos" if tokenizer.bos_token_id is None else f"one bos (id {tokenizer.bos_token_id}) before every text"
+def bos_policy(tokenizer: Any, rule: BosRule = "always") -> str:
+    """How texts begin, for the record: with no BOS or exactly one, added by us and never by the tokenizer."""
+    if tokenizer.bos_token_id is None or not adds_bos(tokenizer, rule):
+        return "no bos"
+    return f"one bos (id {tokenizer.bos_token_id}) before every text"
+
+
+def adds_bos(tokenizer: Any, rule: BosRule) -> bool:
+    """Whether texts get a BOS: wherever there is one, or where the tokenizer itself puts one before a text."""
+    if tokenizer.bos_token_id is None:
+        return False
+    return rule == "always" or list(tokenizer("a")["input_ids"])[:1] == [tokenizer.bos_token_id]
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
@@ -162,6 +171,7 @@ class Evaluation:
         shard: (i, n) to ask every n-th document of each task, from the i-th on.
         dense: while its context is entered, the model is the unpruned one; for suites that compare with it.
         journal: where finished batches are kept.
+        bos: which texts begin with a BOS; a suite's own rule holds while it is asked.
     """
 
     model: nn.Module
@@ -177,6 +187,7 @@ class Evaluation:
     shard: tuple[int, int] = (0, 1)
     dense: Callable[[], AbstractContextManager[Any]] | None = None
     journal: Journal | None = None
+    bos: BosRule = "always"
     _asserted: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -192,6 +203,10 @@ class Evaluation:
             )
 
     # --- what suites ask
+
+    def under(self, suite: Suite) -> Evaluation:
+        """This evaluation under a suite's rule for BOS."""
+        return self if self.bos == suite.bos else replace(self, bos=suite.bos)
 
     @cached_property
     def chat(self) -> Callable[..., str] | None:
@@ -221,7 +236,7 @@ class Evaluation:
         """Ask one lm-eval task of a suite, or its first `limit` documents, in the data file's order."""
         from prunebench.evaluate.tasks import ask
 
-        answers = ask(self, suite, task)
+        answers = ask(self.under(suite), suite, task)
         for answer in answers:
             if "test" in answer.doc and "entry_point" in answer.doc:
                 self._asserted[str(answer.doc["test"])] = str(answer.doc["entry_point"])
@@ -425,9 +440,13 @@ class Evaluation:
         table: dict[str, list[int]] = dict(zip(distinct, encoded, strict=True))
         return [table.get(text, []) for text in texts]
 
+    @cached_property
+    def _adds_bos(self) -> bool:
+        return adds_bos(self.tokenizer, self.bos)
+
     def _with_bos(self, tokens: list[int]) -> list[int]:
         bos = self.tokenizer.bos_token_id
-        return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+        return tokens if not self._adds_bos or tokens[:1] == [bos] else [bos, *tokens]
 
     def _rows(self, pairs: Sequence[Pair]) -> tuple[list[_Row], list[bool]]:
         """What is fed for each pair, and whether a token spans its join."""

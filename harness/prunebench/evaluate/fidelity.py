@@ -29,6 +29,7 @@ class PairSuite(Suite):
         source: a file of rows, as said; by default the suite's name in the data folder.
     """
 
+    bos = "tokenizer"
     tasks = ("fidelity",)
     headline = ()
     metrics: ClassVar[tuple[str, ...]]
@@ -166,7 +167,7 @@ def divergence_items(suite: PairSuite, evaluation: Evaluation) -> list[Item]:
         for doc, own in zip(asked, turns, strict=True)
         for context, response in own
     ]
-    found = iter(evaluation.fidelity(pairs))
+    found = iter(evaluation.under(suite).fidelity(pairs))
     items = []
     for doc, own in zip(asked, turns, strict=True):
         items += _items(suite, doc, own, [next(found) for _ in own], counts[doc["axis"]])

@@ -40,6 +40,7 @@ class TaskSuite(Suite):
         source: what was said: a folder, a file, `hub:` for the task files' own data sets, or `hub:ID[@REV]`; or None.
     """
 
+    bos = "tokenizer"
     source: str | None = None
 
     def __init__(self) -> None:

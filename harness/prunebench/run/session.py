@@ -142,7 +142,7 @@ class Session:
             mask_source=mask_source,
             items=items,
             checks=checks,
-            routing={"bos": bos_policy(loaded.tokenizer), "layers": routing_of(counters, plan, arm.convention)},
+            routing={"bos": _bos(arm, loaded), "layers": routing_of(counters, plan, arm.convention)},
             fitted=fitted,
             protocol=_protocol(arm, loaded),
         )
@@ -430,6 +430,13 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
 # --- helpers
 
 
+def _bos(arm: PreparedArm, loaded: LoadedModel) -> str:
+    """How texts began, where rules differ suite by suite."""
+    by_suite = {suite.name: bos_policy(loaded.tokenizer, suite.bos) for suite in arm.suites}
+    rules = set(by_suite.values())
+    return rules.pop() if len(rules) == 1 else "; ".join(f"{name}: {rule}" for name, rule in by_suite.items())
+
+
 def _protocol(arm: PreparedArm, loaded: LoadedModel) -> dict[str, Any] | None:
     """How texts were put to the model, for suites whose data are not shipped; the tiny world has one way only."""
     if all(suite.documents(task) is None for suite in arm.suites for task in suite.tasks):
@@ -437,7 +444,7 @@ def _protocol(arm: PreparedArm, loaded: LoadedModel) -> dict[str, Any] | None:
     tokenizer: Any = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None) if arm.spec.chat_template else None
     return {
-        "bos": bos_policy(tokenizer),
+        "bos": _bos(arm, loaded),
         "end_tokens": end_tokens(loaded.moe.model, tokenizer),
         "pad": "masked, id 0",
         "chat_template": None if template is None else sha256(str(template).encode()).hexdigest(),

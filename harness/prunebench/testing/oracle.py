@@ -91,7 +91,5 @@ def samples(
         batch_size=batch_size,
         max_length=length,
         softmax_dtype="float32",
-        # Where a tokenizer has no BOS to add, lm-eval's own default of False says the same.
-        add_bos_token=tokenizer.bos_token_id is not None,
     )
     return evaluate(lm, dict(tasks), log_samples=True, bootstrap_iters=0, limit=limit)["samples"]
