@@ -34,7 +34,7 @@ class HeldOut(TaskSuite):
         for answer in evaluation.ask(self, "held_out"):
             (score,) = answer.responses
             size = len(str(answer.doc["text"]).encode())
-            items += reading_items(answer, {"nats": score[1], "nats_per_byte": size}, {"bytes": size})
+            items += reading_items(answer, {"nats": score.tokens, "nats_per_byte": size}, {"bytes": size})
         return items
 
 

@@ -45,7 +45,7 @@ class WikiText(TaskSuite):
             page = str(answer.doc["page"])
             words, size = len(re.split(r"\s+", page)), len(page.encode())
             (score,) = answer.responses
-            weights = {"word_nll": words, "byte_nll": size, "nll": score[1]}
+            weights = {"word_nll": words, "byte_nll": size, "nll": score.tokens}
             items += reading_items(answer, weights, {"words": words, "bytes": size})
         return items
 

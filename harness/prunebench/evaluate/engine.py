@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -334,13 +334,13 @@ class Evaluation:
         done = 0
         for batch in plan_batches([len(row.inputs) for row in rows], self.batch_tokens):
             members = [rows[index] for index in batch]
-            sums = self._through("fidelity", members, lambda members=members: self._diverge(members))
+            sums = self._through("fidelity", members, partial(self._diverge, members))
             for index, own in zip(batch, sums, strict=True):
                 results[index] = own
             done += len(batch)
             self.report("compare", done, len(rows))
         return [
-            Divergence(*own, len(row.targets), spanning, row.dropped)
+            Divergence(own[0], own[1], own[2], len(row.targets), spanning, row.dropped)
             for own, row, spanning in zip(results, rows, spans, strict=True)
         ]
 
@@ -400,7 +400,7 @@ class Evaluation:
             asked = [
                 [d.inputs, d.stops, d.limit, d.sampling.to_json() if d.sampling else None, d.stream] for d in members
             ]
-            generated = self._through("generate", asked, lambda members=members: self._decode(members))
+            generated = self._through("generate", asked, partial(self._decode, members))
             for index, own in zip(batch, generated, strict=True):
                 results[index] = Generation(*own)
             done += len(batch)
@@ -527,12 +527,8 @@ class Evaluation:
         for batch in plan_batches([len(row.inputs) for row in rows], self.batch_tokens):
             members = [rows[index] for index in batch]
             counts = [len(row.targets) for row in members]
-            logprob_S, greedy_S = (
-                np.array(column)
-                for column in self._through(
-                    "score", members, lambda members=members: [part.tolist() for part in self._score_batch(members)]
-                )
-            )
+            columns = self._through("score", members, partial(self._score_lists, members))
+            logprob_S, greedy_S = (np.array(column) for column in columns)
             ends = np.cumsum(counts)[:-1]
             for index, logprobs, greedy in zip(batch, np.split(logprob_S, ends), np.split(greedy_S, ends), strict=True):
                 results[index] = (logprobs, greedy)
@@ -554,6 +550,9 @@ class Evaluation:
         )
         index_3S = torch.from_numpy(np.stack([row_S, position_S - (width - keep), target_S])).to(logits_BTV.device)
         return logits_BTV, index_3S
+
+    def _score_lists(self, rows: Sequence[_Row]) -> list[list[Any]]:
+        return [column.tolist() for column in self._score_batch(rows)]
 
     def _score_batch(self, rows: Sequence[_Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         logits_BTV, index_3S = self._logits_at_targets(rows)
