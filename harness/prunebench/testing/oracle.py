@@ -42,7 +42,7 @@ def lm_eval_task(name: str, splits: Mapping[str, list[dict[str, Any]]], shots: i
     config.pop("tag", None)
     config.pop("task_alias", None)
     config["custom_dataset"] = lambda **_: {split: Dataset.from_list(rows) for split, rows in splits.items()}
-    for key in ("training_split", "validation_split", "test_split"):
+    for key in ("training_split", "validation_split", "test_split", "fewshot_split"):
         if config.get(key) is not None and config[key] not in splits:
             config[key] = None
     task = ConfigurableTask(config=config)
