@@ -45,6 +45,7 @@ class TaskSuite(Suite):
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[Any, Mapping[str, list[dict[str, Any]]]]] = {}
+        self._fields: dict[str, tuple[str, ...]] = {}
 
     def with_source(self, source: str) -> Self:
         """This suite on the data of a source."""
@@ -54,7 +55,7 @@ class TaskSuite(Suite):
 
     def document(self, task: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A row of the source as a document without its `id`: the fields that the task's file names."""
-        return {field: row[field] for field in self.task_file(task).config["metadata"]["fields"]}
+        return {field: row[field] for field in self._fields[task]}
 
     def prepared(self, task: str, rows: Rows) -> Rows:
         """The rows of a source as rows of documents, where they are not that already."""
@@ -117,7 +118,9 @@ class TaskSuite(Suite):
 
     def _documents(self, task: str, where: str, split: str) -> list[dict[str, Any]]:
         config = self.task_file(task).config
-        group = (config.get("metadata") or {}).get("group")
+        stated: Mapping[str, Any] = config.get("metadata") or {}
+        self._fields[task] = tuple(stated.get("fields", ()))
+        group = stated.get("group")
         rows = self.prepared(task, read_rows(where, config=config.get("dataset_name"), split=split, group=group))
         try:
             documents = [{"id": str(place), **self.document(task, row)} for place, row in enumerate(rows)]
