@@ -158,9 +158,9 @@ def test_settings_that_change_outcomes_are_part_of_the_identity_and_of_the_folde
 
 
 def test_sampled_generations_are_recorded_and_decided_again(ask, tmp_path):
-    outcome = Session(tmp_path).execute(ask("gsm8k", sampling="temperature=1.0,n=2", limit=2))
+    outcome = Session(tmp_path).execute(ask("gsm8k", sampling="temperature=1.0,n=2", limit=1))
     assert outcome.run.record["evaluation"]["decoding"]["n"] == 2
-    assert set(outcome.run.items.item.tolist()) == {"0#0", "0#1", "1#0", "1#1"}
+    assert set(outcome.run.items.item.tolist()) == {"0#0", "0#1"}
     assert recompute(outcome.run).agrees
 
 
