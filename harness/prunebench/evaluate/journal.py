@@ -9,6 +9,7 @@ one bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -55,16 +56,14 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._kept, end = _read(self._file, digest)
             self._file.truncate(end)
+            if self._kept is None:
+                self._kept = []
+                self._append({"key": digest})
         except BlockingIOError:
             self._file.close()
             raise
         except OSError as error:
-            raise UsageError(
-                "cannot write there", where=str(path), expected="a writable folder", fix=str(error)
-            ) from error
-        if self._kept is None:
-            self._kept = []
-            self._append({"key": digest})
+            raise _unwritable(path, error) from error
 
     def through(self, asked: Any, compute: Callable[[], Any]) -> Any:
         """What was asked before, or what `compute` gives now, as JSON data.
@@ -100,14 +99,22 @@ class Journal:
 
     def close(self) -> None:
         """Close the file, and keep it."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what could not be written, which was told when it happened
+            self._file.close()
 
     def _append(self, entry: Any) -> int:
         """Write an entry at the end, and say where that was."""
-        start = self._file.seek(0, os.SEEK_END)
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
+        try:
+            start = self._file.seek(0, os.SEEK_END)
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
         return start
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError("cannot write there", where=str(path), expected="a writable folder", fix=str(error))
 
 
 def _read(file: BinaryIO, key: str) -> tuple[list[tuple[Any, int]] | None, int]:
