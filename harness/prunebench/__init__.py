@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from prunebench.calibration import NormSum as NormSum
     from prunebench.calibration import OutputMoments as OutputMoments
     from prunebench.calibration import Statistic as Statistic
+    from prunebench.calibration import Deletion as Deletion
+    from prunebench.calibration import FrozenRefillSums as FrozenRefillSums
+    from prunebench.calibration import NormSquaredSum as NormSquaredSum
+    from prunebench.calibration import OutputMax as OutputMax
+    from prunebench.calibration import RefillSums as RefillSums
+    from prunebench.calibration import ReleasedMoments as ReleasedMoments
+    from prunebench.calibration import ResidualSums as ResidualSums
+    from prunebench.calibration import ScoreSum as ScoreSum
+    from prunebench.calibration import ScoreTotal as ScoreTotal
+    from prunebench.fit import ResidualProducts as ResidualProducts
+    from prunebench.fit import Subset as Subset
+    from prunebench.fit import quadratic_subset as quadratic_subset
+    from prunebench.fit import subset_cost as subset_cost
     from prunebench.errors import IntegrityError as IntegrityError
     from prunebench.errors import PrerequisiteError as PrerequisiteError
     from prunebench.errors import PruneBenchError as PruneBenchError
@@ -157,6 +170,19 @@ _MODULE_OF = {
     "squared_error": "fit",
     "top_neurons": "fit",
     "whitened_svd": "fit",
+    "Deletion": "calibration",
+    "FrozenRefillSums": "calibration",
+    "NormSquaredSum": "calibration",
+    "OutputMax": "calibration",
+    "RefillSums": "calibration",
+    "ReleasedMoments": "calibration",
+    "ResidualSums": "calibration",
+    "ScoreSum": "calibration",
+    "ScoreTotal": "calibration",
+    "ResidualProducts": "fit",
+    "Subset": "fit",
+    "quadratic_subset": "fit",
+    "subset_cost": "fit",
     "with_residual_bias": "fit",
 }
 

@@ -4,6 +4,8 @@ The score pass (`score`) sees every layer at once, in one plain forward; the fit
 other, as often as needed.
 """
 
+from prunebench.calibration.base import Statistic, by_pass
+from prunebench.calibration.residuals import Deletion, FrozenRefillSums, RefillSums, ResidualSums
 from prunebench.calibration.score import ScoreResult, score_pass
 from prunebench.calibration.statistics import (
     Count,
@@ -11,10 +13,13 @@ from prunebench.calibration.statistics import (
     GateSquaredNormSquaredSum,
     GateSum,
     Moments,
+    NormSquaredSum,
     NormSum,
+    OutputMax,
     OutputMoments,
-    Statistic,
-    by_pass,
+    ReleasedMoments,
+    ScoreSum,
+    ScoreTotal,
 )
 from prunebench.calibration.stream import (
     Checkpoint,
@@ -32,15 +37,24 @@ __all__ = [
     "CalibrationTokens",
     "Checkpoint",
     "Count",
+    "Deletion",
     "FitResult",
+    "FrozenRefillSums",
     "GateNormSum",
     "GateSquaredNormSquaredSum",
     "GateSum",
     "LayerVisit",
     "Moments",
+    "NormSquaredSum",
     "NormSum",
+    "OutputMax",
     "OutputMoments",
+    "RefillSums",
+    "ReleasedMoments",
+    "ResidualSums",
     "ScoreResult",
+    "ScoreSum",
+    "ScoreTotal",
     "Statistic",
     "StreamResult",
     "by_pass",

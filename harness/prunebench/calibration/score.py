@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from prunebench.calibration.statistics import BUILT_IN, Count, Statistic
+from prunebench.calibration.base import Statistic
+from prunebench.calibration.statistics import COLLECTED, Count
 from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import write_atomically
@@ -75,8 +76,8 @@ class ScoreResult:
 
 
 def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
-    """The asked statistics and every built-in one: a pass costs much the same, and then serves all methods."""
-    named: dict[str, Statistic] = {kind.name: kind() for kind in BUILT_IN}
+    """The asked statistics and all that are always collected: a pass costs much the same, and then serves all methods."""
+    named: dict[str, Statistic] = {kind.name: kind() for kind in COLLECTED}
     for statistic in statistics:
         if not re.fullmatch(r"\w+", statistic.name):
             raise UsageError(

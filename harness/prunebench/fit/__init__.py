@@ -22,6 +22,7 @@ from prunebench.fit.copies import (
     with_residual_bias,
 )
 from prunebench.fit.counts import ModelSize, OperatorCost, cost, extra_experts, model_size, stored_per_expert
+from prunebench.fit.interactions import ResidualProducts, Subset, quadratic_subset, subset_cost
 from prunebench.fit.moments import Gram, JointMoments, Spread, pooled
 from prunebench.fit.remap import (
     Remap,
@@ -51,10 +52,12 @@ __all__ = [
     "Proxy",
     "Remap",
     "RemapSummary",
+    "ResidualProducts",
     "RoutedGrams",
     "RoutedSamples",
     "RoutedStates",
     "Spread",
+    "Subset",
     "absorbed_shares",
     "affine_maps",
     "best_proxy",
@@ -77,12 +80,14 @@ __all__ = [
     "parameter_distances",
     "plain_svd",
     "pooled",
+    "quadratic_subset",
     "reduced_rank",
     "remap_summary",
     "slot_cost",
     "squared_error",
     "squared_gradient_norm",
     "stored_per_expert",
+    "subset_cost",
     "top_neurons",
     "weighted_fit_share",
     "whitened_factors",
