@@ -23,7 +23,7 @@ import torch
 
 from prunebench import RefillSums, ResidualProducts, Statistic
 from prunebench.calibration.score import with_built_in
-from prunebench.moe import Instrument, MoELayer, TokenBatch, open_model
+from prunebench.moe import Instrument, MoELayer, MoEModel, TokenBatch, open_model
 from prunebench.testing import random_model
 
 BLOCKS, LENGTH = 16, 512
@@ -35,6 +35,29 @@ def cpu_seconds(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     start = time.process_time()
     result = work()
     return time.process_time() - start, result
+
+
+def observed(
+    moe: MoEModel, wanted: Sequence[Statistic], plain: Callable[[], torch.Tensor], seconds_of: dict[str, float]
+) -> Callable[[], torch.Tensor]:
+    """The plain forward with statistics taken of every layer; what each costs is added to `seconds_of`."""
+
+    def work() -> torch.Tensor:
+        statistics = {layer.index: copy.deepcopy(wanted) for layer in moe.layers}
+        for layer in moe.layers:
+            for statistic in statistics[layer.index]:
+                statistic.start(layer.expert_count, layer.width, layer.device)
+
+        def observe(layer: MoELayer, batch: TokenBatch) -> None:
+            for statistic in statistics[layer.index]:
+                start = time.process_time()
+                statistic.update(batch)
+                seconds_of[statistic.name] = seconds_of.get(statistic.name, 0.0) + time.process_time() - start
+
+        with Instrument(moe, observer=observe):
+            return plain()
+
+    return work
 
 
 def main() -> None:
@@ -66,30 +89,9 @@ def main() -> None:
     def plain() -> torch.Tensor:
         return model(input_ids=ids_BL, use_cache=False, logits_to_keep=1).logits
 
-    def observed(wanted: Sequence[Statistic]) -> Callable[[], torch.Tensor]:
-        def work() -> torch.Tensor:
-            statistics = {layer.index: copy.deepcopy(wanted) for layer in moe.layers}
-            for layer in moe.layers:
-                for statistic in statistics[layer.index]:
-                    statistic.start(layer.expert_count, layer.width, layer.device)
-
-            def observe(layer: MoELayer, batch: TokenBatch) -> None:
-                for statistic in statistics[layer.index]:
-                    start = time.process_time()
-                    statistic.update(batch)
-                    seconds_of[statistic.name] = seconds_of.get(statistic.name, 0.0) + time.process_time() - start
-
-            with Instrument(moe, observer=observe):
-                return plain()
-
-        return work
-
-    passes = {
-        "plain": plain,
-        "all": observed(with_built_in(())),
-        "razor": observed(with_built_in((RefillSums(),))),
-        "products": observed(with_built_in((ResidualProducts(),))),
-    }
+    extra: dict[str, tuple[Statistic, ...]] = {"all": (), "razor": (RefillSums(),), "products": (ResidualProducts(),)}
+    passes = {"plain": plain}
+    passes |= {name: observed(moe, with_built_in(more), plain, seconds_of) for name, more in extra.items()}
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     with torch.inference_mode():
         expected = plain()

@@ -14,26 +14,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prunebench.calibration import CalibrationSpec as CalibrationSpec
     from prunebench.calibration import Count as Count
+    from prunebench.calibration import Deletion as Deletion
+    from prunebench.calibration import FrozenRefillSums as FrozenRefillSums
     from prunebench.calibration import GateNormSum as GateNormSum
     from prunebench.calibration import GateSquaredNormSquaredSum as GateSquaredNormSquaredSum
     from prunebench.calibration import GateSum as GateSum
     from prunebench.calibration import Moments as Moments
-    from prunebench.calibration import NormSum as NormSum
-    from prunebench.calibration import OutputMoments as OutputMoments
-    from prunebench.calibration import Statistic as Statistic
-    from prunebench.calibration import Deletion as Deletion
-    from prunebench.calibration import FrozenRefillSums as FrozenRefillSums
     from prunebench.calibration import NormSquaredSum as NormSquaredSum
+    from prunebench.calibration import NormSum as NormSum
     from prunebench.calibration import OutputMax as OutputMax
+    from prunebench.calibration import OutputMoments as OutputMoments
     from prunebench.calibration import RefillSums as RefillSums
     from prunebench.calibration import ReleasedMoments as ReleasedMoments
     from prunebench.calibration import ResidualSums as ResidualSums
     from prunebench.calibration import ScoreSum as ScoreSum
     from prunebench.calibration import ScoreTotal as ScoreTotal
-    from prunebench.fit import ResidualProducts as ResidualProducts
-    from prunebench.fit import Subset as Subset
-    from prunebench.fit import quadratic_subset as quadratic_subset
-    from prunebench.fit import subset_cost as subset_cost
+    from prunebench.calibration import Statistic as Statistic
     from prunebench.errors import IntegrityError as IntegrityError
     from prunebench.errors import PrerequisiteError as PrerequisiteError
     from prunebench.errors import PruneBenchError as PruneBenchError
@@ -51,10 +47,13 @@ if TYPE_CHECKING:
     from prunebench.fit import PairMoments as PairMoments
     from prunebench.fit import Proxy as Proxy
     from prunebench.fit import Remap as Remap
+    from prunebench.fit import ResidualProducts as ResidualProducts
     from prunebench.fit import RoutedGrams as RoutedGrams
     from prunebench.fit import RoutedSamples as RoutedSamples
     from prunebench.fit import RoutedStates as RoutedStates
     from prunebench.fit import Spread as Spread
+    from prunebench.fit import Subset as Subset
+    from prunebench.fit import SubsetErrors as SubsetErrors
     from prunebench.fit import best_proxy as best_proxy
     from prunebench.fit import check_copy_budget as check_copy_budget
     from prunebench.fit import compensated as compensated
@@ -68,9 +67,11 @@ if TYPE_CHECKING:
     from prunebench.fit import parameter_distances as parameter_distances
     from prunebench.fit import plain_svd as plain_svd
     from prunebench.fit import pooled as pooled
+    from prunebench.fit import quadratic_subset as quadratic_subset
     from prunebench.fit import reduced_rank as reduced_rank
     from prunebench.fit import slot_cost as slot_cost
     from prunebench.fit import squared_error as squared_error
+    from prunebench.fit import subset_cost as subset_cost
     from prunebench.fit import top_neurons as top_neurons
     from prunebench.fit import whitened_svd as whitened_svd
     from prunebench.fit import with_residual_bias as with_residual_bias
@@ -105,15 +106,17 @@ _MODULE_OF = {
     "CalibrationSpec": "calibration",
     "Constant": "replacement",
     "Count": "calibration",
+    "Deletion": "calibration",
     "Evaluation": "evaluate",
     "ExpertMoments": "fit",
     "ExpertRows": "method",
     "Fill": "replacement",
     "Fitted": "fit",
+    "FrozenRefillSums": "calibration",
+    "GatedWeights": "replacement",
     "GateNormSum": "calibration",
     "GateSquaredNormSquaredSum": "calibration",
     "GateSum": "calibration",
-    "GatedWeights": "replacement",
     "Generation": "evaluate",
     "Gram": "fit",
     "InputOutputMoments": "fit",
@@ -125,33 +128,43 @@ _MODULE_OF = {
     "Mask": "mask",
     "Method": "method",
     "Moments": "calibration",
+    "NormSquaredSum": "calibration",
     "NormSum": "calibration",
+    "OutputMax": "calibration",
     "OutputMoments": "calibration",
     "PairMoments": "fit",
     "PassageScore": "evaluate",
     "PrerequisiteError": "errors",
     "Proxy": "fit",
     "PruneBenchError": "errors",
+    "RefillSums": "calibration",
+    "ReleasedMoments": "calibration",
     "Remap": "fit",
     "Replacements": "method",
+    "ResidualProducts": "fit",
+    "ResidualSums": "calibration",
     "RoutedGrams": "fit",
     "RoutedSamples": "fit",
     "RoutedStates": "fit",
     "Routing": "method",
     "Scale": "routing",
     "Score": "evaluate",
+    "ScoreSum": "calibration",
+    "ScoreTotal": "calibration",
     "SmallExpert": "replacement",
     "Spread": "fit",
     "Statistic": "calibration",
+    "Subset": "fit",
+    "SubsetErrors": "fit",
     "Suite": "suite",
     "Tilt": "replacement",
     "TokenBatch": "moe",
     "UsageError": "errors",
     "Zero": "replacement",
     "best_proxy": "fit",
+    "check_copy_budget": "fit",
     "compensated": "fit",
     "copy_errors": "fit",
-    "check_copy_budget": "fit",
     "copy_size": "fit",
     "fit_share": "fit",
     "fit_tilt": "fit",
@@ -164,25 +177,14 @@ _MODULE_OF = {
     "plain_svd": "fit",
     "pooled": "fit",
     "prune_lowest": "method",
+    "quadratic_subset": "fit",
     "reduced_rank": "fit",
     "run": "run",
     "slot_cost": "fit",
     "squared_error": "fit",
+    "subset_cost": "fit",
     "top_neurons": "fit",
     "whitened_svd": "fit",
-    "Deletion": "calibration",
-    "FrozenRefillSums": "calibration",
-    "NormSquaredSum": "calibration",
-    "OutputMax": "calibration",
-    "RefillSums": "calibration",
-    "ReleasedMoments": "calibration",
-    "ResidualSums": "calibration",
-    "ScoreSum": "calibration",
-    "ScoreTotal": "calibration",
-    "ResidualProducts": "fit",
-    "Subset": "fit",
-    "quadratic_subset": "fit",
-    "subset_cost": "fit",
     "with_residual_bias": "fit",
 }
 

@@ -1,7 +1,7 @@
 """How much a layer's output changes when one expert is deleted: RAZOR's token quantities (2609.30465 §2, App. A).
 
-For a router that renormalises, a layer's routed output is λ·c with c = Σ_{j∈S} w_j f_j and Σ w_j = 1. With r_j = f_j − c
-and the rank-(k+1) expert r of share w_r = p_r / Σ_{j∈S} p_j:
+For a router that renormalises, a layer's routed output is λ·c with c = Σ_{j∈S} w_j f_j and Σ w_j = 1. With
+r_j = f_j − c and the rank-(k+1) expert r of share w_r = p_r / Σ_{j∈S} p_j:
 
 =======  ==============================================  ==================================================
 RCS      λ·w_i‖r_i‖                                      a routing-weighted deviation from the mixture
@@ -53,8 +53,8 @@ def residual_norms(batch: TokenBatch) -> Tensor:
     rcs_TK = batch.shares_TK.new_empty(batch.index_TK.shape)
     for part, outputs_CKD in _chunks(batch):
         share_CK = batch.shares_TK[part]
-        outputs_CKD -= torch.bmm(share_CK[:, None], outputs_CKD)
-        rcs_TK[part] = share_CK * outputs_CKD.square_().sum(-1).sqrt_()
+        residual_CKD = outputs_CKD.sub_(torch.bmm(share_CK[:, None], outputs_CKD))
+        rcs_TK[part] = share_CK * residual_CKD.square_().sum(-1).sqrt_()
     return rcs_TK
 
 
@@ -70,11 +70,9 @@ def deletion_damage(batch: TokenBatch) -> Tensor:
         share_CK, share_C = batch.shares_TK[part], promoted.share_T[part]
         mixture_CD = torch.bmm(share_CK[:, None], outputs_CKD)[:, 0]
         refill_CD = (promoted.outputs_TD[part].double() * factor_T[part, None] - mixture_CD) * share_C[:, None]
-        outputs_CKD -= mixture_CD[:, None]
-        outputs_CKD *= share_CK[..., None]
-        outputs_CKD -= refill_CD[:, None]
+        change_CKD = outputs_CKD.sub_(mixture_CD[:, None]).mul_(share_CK[..., None]).sub_(refill_CD[:, None])
         left_CK = (1 - share_CK + share_C[:, None]).clamp(min=CLAMP)
-        damage_TK[part] = outputs_CKD.square_().sum(-1).sqrt_() / left_CK
+        damage_TK[part] = change_CKD.square_().sum(-1).sqrt_() / left_CK
     return damage_TK
 
 
@@ -106,7 +104,7 @@ class Deletion:
 
 
 class _Damage(Statistic):
-    """Sums and sums of squares of token quantities, by expert; `outside_E` counts rows that they are not defined for."""
+    """Sums and sums of squares of token quantities, by expert; `outside_E` counts rows where they are not defined."""
 
     quantities: tuple[str, ...]
 

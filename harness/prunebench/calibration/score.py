@@ -76,7 +76,7 @@ class ScoreResult:
 
 
 def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
-    """The asked statistics and all that are always collected: a pass costs much the same, and then serves all methods."""
+    """The asked statistics and all that a pass always collects: it costs much the same, and then serves all methods."""
     named: dict[str, Statistic] = {kind.name: kind() for kind in COLLECTED}
     for statistic in statistics:
         if not re.fullmatch(r"\w+", statistic.name):
@@ -123,6 +123,18 @@ def check_slots(layer: MoELayer, statistics: Mapping[str, Statistic], tokens: in
         )
 
 
+def _check_possible(tokens: CalibrationTokens, statistics: Sequence[Statistic]) -> None:
+    if not tokens.ids_BL.numel():
+        raise UsageError("there are no calibration tokens", where="a score pass", expected="at least one")
+    for statistic in statistics:
+        if statistic.after:
+            raise UsageError(
+                f"statistic {statistic.name!r} comes after {', '.join(statistic.after)}",
+                where="a score pass, which sees the text once",
+                fix="measure it in a fit pass",
+            )
+
+
 def score_pass(
     moe: MoEModel,
     tokens: CalibrationTokens,
@@ -142,15 +154,9 @@ def score_pass(
 
     Raises:
         IntegrityError: if a layer did not fill exactly k slots per token.
-        UsageError: a statistic that needs another visit.
+        UsageError: a statistic that needs another visit, or no token at all.
     """
-    for statistic in statistics:
-        if statistic.after:
-            raise UsageError(
-                f"statistic {statistic.name!r} comes after {', '.join(statistic.after)}",
-                where="a score pass, which sees the text once",
-                fix="measure it in a fit pass",
-            )
+    _check_possible(tokens, statistics)
     if Count.name not in {statistic.name for statistic in statistics}:
         statistics = (*statistics, Count())
     layers: dict[int, dict[str, Statistic]] = {}

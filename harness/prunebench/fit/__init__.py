@@ -36,6 +36,7 @@ from prunebench.fit.remap import (
 from prunebench.fit.result import Fitted
 from prunebench.fit.share import fit_share, weighted_fit_share
 from prunebench.fit.statistics import ExpertMoments, InputOutputMoments, RoutedSamples, RoutedStates
+from prunebench.fit.subset import SubsetErrors
 from prunebench.fit.tilt import LinearMap, constant_error, fit_tilt, held_out_share, reduced_rank, squared_error
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "RoutedStates",
     "Spread",
     "Subset",
+    "SubsetErrors",
     "absorbed_shares",
     "affine_maps",
     "best_proxy",

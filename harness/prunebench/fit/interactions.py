@@ -178,9 +178,7 @@ def _starts(
         chosen: list[int] = []
         added_E = cost_of.copy()
         while len(chosen) < count:
-            open_now = [
-                e for e in free if e not in chosen and sum(int(groups[c] == groups[e]) for c in chosen) < most
-            ]
+            open_now = [e for e in free if e not in chosen and sum(int(groups[c] == groups[e]) for c in chosen) < most]
             pick = min(open_now, key=lambda e: (added_E[e], -e))
             chosen.append(pick)
             if together:

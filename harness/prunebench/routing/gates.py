@@ -482,7 +482,9 @@ def runner_up(call: RouterCall) -> tuple[Tensor, Tensor]:
     """
     if call.convention.score == "sparsemixer":
         raise UsageError(
-            "sparsemixer has no rank k + 1", expected="a router that ranks its experts once", fix="use another criterion"
+            "sparsemixer has no rank k + 1",
+            expected="a router that ranks its experts once",
+            fix="use another criterion",
         )
     _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
     nobody_E = torch.zeros(choice_TE.shape[1], dtype=torch.bool, device=choice_TE.device)
