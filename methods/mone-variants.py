@@ -66,6 +66,7 @@ class MoneVariants(Method):
             frequency_E: npt.NDArray[np.float64] = layer.stats["gate_sum"] / layer.tokens
             if self.score == "routing-score":
                 return frequency_E
+            fluctuation_E: npt.NDArray[np.float64]
             if self.score == "released":
                 fluctuation_E = np.sqrt(layer.stats["released_moments"].variance_ED.sum(axis=1))
                 return fluctuation_E * frequency_E

@@ -82,9 +82,10 @@ class Razor(Method):
         damage = layer.stats[_QUANTITIES[self.quantity].name][self.quantity]
         count_E = np.maximum(layer.stats["count"], 1)
         if self.aggregate == "sum-squares":
-            squares: npt.ArrayLike = damage.squares_E
-            return squares
-        return np.sqrt(damage.squares_E / count_E) if self.aggregate == "rms" else damage.sum_E / count_E
+            return np.asarray(damage.squares_E)
+        if self.aggregate == "rms":
+            return np.asarray(np.sqrt(damage.squares_E / count_E))
+        return np.asarray(damage.sum_E / count_E)
 
     def route(self, layer: LayerView, pruned: tuple[int, ...]) -> Routing:
         return Routing("trained")

@@ -52,10 +52,9 @@ class ReapVariants(Method):
     def select(self, layers: Sequence[LayerView], budget: Budget, *, rng: np.random.Generator) -> Mask:
         def score(layer: LayerView) -> npt.ArrayLike:
             if self.aggregate == "rms":
-                squares_E = layer.stats["gate_squared_norm_squared_sum"]
-                return np.sqrt(squares_E / np.maximum(layer.stats["count"], 1))
-            sums: npt.ArrayLike = layer.stats["gate_norm_sum"]
-            return sums
+                mean_E = layer.stats["gate_squared_norm_squared_sum"] / np.maximum(layer.stats["count"], 1)
+                return np.asarray(np.sqrt(mean_E))
+            return np.asarray(layer.stats["gate_norm_sum"])
 
         return prune_lowest(layers, budget, score, name=f"reap-{self.aggregate}")
 

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from prunebench.calibration import ScoreSum as ScoreSum
     from prunebench.calibration import ScoreTotal as ScoreTotal
     from prunebench.calibration import Statistic as Statistic
+    from prunebench.calibration import SuperExperts as SuperExperts
+    from prunebench.calibration import find_super_experts as find_super_experts
+    from prunebench.calibration import forming_layers as forming_layers
+    from prunebench.calibration import same_layer_control as same_layer_control
+    from prunebench.calibration import super_experts as super_experts
     from prunebench.errors import IntegrityError as IntegrityError
     from prunebench.errors import PrerequisiteError as PrerequisiteError
     from prunebench.errors import PruneBenchError as PruneBenchError
@@ -157,6 +162,7 @@ _MODULE_OF = {
     "Subset": "fit",
     "SubsetErrors": "fit",
     "Suite": "suite",
+    "SuperExperts": "calibration",
     "Tilt": "replacement",
     "TokenBatch": "moe",
     "UsageError": "errors",
@@ -166,8 +172,10 @@ _MODULE_OF = {
     "compensated": "fit",
     "copy_errors": "fit",
     "copy_size": "fit",
+    "find_super_experts": "calibration",
     "fit_share": "fit",
     "fit_tilt": "fit",
+    "forming_layers": "calibration",
     "functional_remap": "fit",
     "held_out_share": "fit",
     "load_method": "loader",
@@ -180,9 +188,11 @@ _MODULE_OF = {
     "quadratic_subset": "fit",
     "reduced_rank": "fit",
     "run": "run",
+    "same_layer_control": "calibration",
     "slot_cost": "fit",
     "squared_error": "fit",
     "subset_cost": "fit",
+    "super_experts": "calibration",
     "top_neurons": "fit",
     "whitened_svd": "fit",
     "with_residual_bias": "fit",

@@ -71,8 +71,8 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
-_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,)}
-"""How a fit pass went, for people; runs without one do not have it."""
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,), "selection": (dict,)}
+"""How a fit pass went, and how the mask was chosen, for people; runs without either do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),

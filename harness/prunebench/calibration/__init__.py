@@ -5,6 +5,13 @@ other, as often as needed.
 """
 
 from prunebench.calibration.base import Statistic, by_pass
+from prunebench.calibration.massive import (
+    SuperExperts,
+    find_super_experts,
+    forming_layers,
+    same_layer_control,
+    super_experts,
+)
 from prunebench.calibration.residuals import Deletion, FrozenRefillSums, RefillSums, ResidualSums
 from prunebench.calibration.score import ScoreResult, score_pass
 from prunebench.calibration.statistics import (
@@ -57,10 +64,15 @@ __all__ = [
     "ScoreTotal",
     "Statistic",
     "StreamResult",
+    "SuperExperts",
     "by_pass",
+    "find_super_experts",
     "fit_pass",
+    "forming_layers",
     "only_experts",
+    "same_layer_control",
     "score_pass",
     "stream_layers",
+    "super_experts",
     "tokens_of",
 ]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, Statistic
+from prunebench.calibration.massive import MassiveRule
 from prunebench.errors import UsageError
 from prunebench.evaluate import ENGINE_VERSION
 from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
@@ -64,6 +65,10 @@ class ArmSpec:
             rule, anew among the survivors).
         ratio: share of experts pruned per layer, as typed.
         keep: experts kept per layer.
+        scope: what the budget counts over: `layer`, `group` (router groups) or `global`.
+        protect: experts that may not be pruned, others going in their place: `LAYER:EXPERT,…`, or `super` or
+            `super-relative`, the super experts found on the calibration text.
+        spare: the same with nobody going in their place, so that the mask is smaller.
         text: calibration text that the mask is chosen on, and operators are fitted on if no `fit_text` is given.
         blocks: calibration blocks per draw.
         length: tokens per block.
@@ -92,6 +97,9 @@ class ArmSpec:
     groups: str = "frozen"
     ratio: str | None = None
     keep: int | None = None
+    scope: str = "layer"
+    protect: str | None = None
+    spare: str | None = None
     text: str = "world:general"
     blocks: int = 256
     length: int = 128
@@ -150,6 +158,9 @@ class ArmSpec:
                 self._mask_part if self.mask else Path(str(self.method)).stem,
                 *self.parameters,
                 amount,
+                None if self.scope == ArmSpec.scope else self.scope,
+                f"protect={self.protect}" if self.protect else None,
+                f"spare={self.spare}" if self.spare else None,
                 operator,
                 *self.operator_parameters,
                 self.scale,
@@ -236,6 +247,7 @@ class PreparedArm:
         operator: gives replace and route; None if dense.
         scale: overriding scale, or None.
         budget: how many experts go, or None.
+        protects: the rule that finds the super experts that stay; None if none are looked for.
         select_needs: statistics that the mask is chosen by; none if it is given.
         replace_needs: statistics that the operator is fitted by.
         calibration: what the mask is chosen on; None if it is given, or chosen without statistics.
@@ -255,6 +267,7 @@ class PreparedArm:
     operator: Method | None
     scale: Scale | None
     budget: Budget | None
+    protects: MassiveRule | None
     select_needs: tuple[Statistic, ...]
     replace_needs: tuple[Statistic, ...]
     calibration: CalibrationSpec | None
@@ -306,7 +319,9 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     budget = _budget(spec)
     _check_combination(spec, method, operator, scale)
     select_needs, replace_needs = _needs(method if spec.mask is None else None, operator)
-    calibration = spec.calibration if select_needs else None
+    layerwise = spec.mask is None and method is not None and method.schedule != "one_shot"
+    protects = _SUPER.get(spec.protect or spec.spare or "")
+    calibration = spec.calibration if select_needs or layerwise or protects is not None else None
     fit = spec.fit_calibration if replace_needs or (operator is not None and operator.visits) else None
     _check_fit(spec, operator, fit)
     source = resolve_model(spec.model)
@@ -344,7 +359,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         },
         "method": _described(method),
         "operator": _described(operator, scale),
-        "budget": budget.to_json() if budget is not None else None,
+        "budget": None if budget is None else _budget_json(budget, spec),
         "calibration": None if operator is None else calibrations_json(calibration, fit, tokens),
         "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in suites},
         "dtype": spec.dtype,
@@ -372,6 +387,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         operator=operator,
         scale=scale,
         budget=budget,
+        protects=protects,
         select_needs=select_needs,
         replace_needs=replace_needs,
         calibration=calibration,
@@ -443,7 +459,7 @@ def _mask(text: str) -> tuple[Mask, str]:
 def _check_reference(scale: Scale, shapes: tuple[LayerShape, ...], budget: Budget | None, mask: Mask | None) -> None:
     """Refuse a reference set that is larger than the survivors of a layer."""
     for shape in shapes:
-        gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.pruned_count(shape) if budget else 0
+        gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.most_pruned(shape) if budget else 0
         scale.check_possible(shape.experts - gone, where=f"layer {shape.index}")
 
 
@@ -478,12 +494,48 @@ def _needs(selects: Method | None, operator: Method | None) -> tuple[Needs, Need
         return tuple(choosing), tuple(operator.replace_needs()) if operator is not None else ()
 
 
+_SUPER: dict[str, MassiveRule] = {"super": "absolute", "super-relative": "relative"}
+
+
 def _budget(spec: ArmSpec) -> Budget | None:
     if spec.ratio is not None and spec.keep is not None:
         raise UsageError("both ratio and keep are given", expected="one of them")
-    if spec.ratio is not None:
-        return Budget.of_ratio(spec.ratio)
-    return Budget(keep=spec.keep) if spec.keep is not None else None
+    if spec.ratio is None and spec.keep is None:
+        for name in ("scope", "protect", "spare"):
+            if getattr(spec, name) != getattr(ArmSpec, name):
+                raise UsageError(f"{name} belongs to no budget", fix="give --ratio or --keep, or leave it out")
+        return None
+    if spec.protect and spec.spare:
+        raise UsageError("both protect and spare are given", expected="one of them")
+    more: dict[str, Any] = {
+        "scope": spec.scope,
+        "protected": _pairs(spec.protect or spec.spare),
+        "make_up": spec.spare is None,
+    }
+    return Budget.of_ratio(spec.ratio, **more) if spec.ratio is not None else Budget(keep=spec.keep, **more)
+
+
+def _pairs(text: str | None) -> dict[int, frozenset[int]]:
+    """Experts as typed, `3:54,4:38`; none where they are looked for in the model."""
+    if text is None or text in _SUPER:
+        return {}
+    pairs: dict[int, set[int]] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+):(\d+)", part.strip())
+        if match is None:
+            raise UsageError(
+                f"protected expert {part!r}", expected=f"LAYER:EXPERT, such as 3:54, or {' or '.join(_SUPER)}"
+            )
+        pairs.setdefault(int(match[1]), set()).add(int(match[2]))
+    return {index: frozenset(ids) for index, ids in pairs.items()}
+
+
+def _budget_json(budget: Budget, spec: ArmSpec) -> dict[str, Any]:
+    """The budget as it goes into an identity: super experts by the rule that finds them."""
+    asked = spec.protect or spec.spare
+    if asked not in _SUPER:
+        return budget.to_json()
+    return {**budget.to_json(), "protected": asked, **({} if budget.make_up else {"make_up": False})}
 
 
 def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | None, scale: Scale | None) -> None:
@@ -510,6 +562,10 @@ def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | 
             )
         if not budget:
             raise UsageError("nothing says how many experts go", fix="give --ratio, such as 0.5, or --keep")
+        if method.schedule != "one_shot" and spec.scope == "global":
+            raise UsageError(
+                f"{method.name} sees one layer at a time, so no budget can be global", fix="leave --scope global out"
+            )
     if scale is not None and operator is not None and operator.keeps_slots():
         raise UsageError(
             f"scale {scale} has no meaning for {operator.name}",

@@ -38,7 +38,7 @@ def record_of(
     routing: dict[str, Any],
     fitted: FittedPlan | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields; `fit` is there only if a fit pass was."""
+    """The record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
     spec = arm.spec
     identity = {
         **arm.known,
@@ -71,6 +71,7 @@ def record_of(
         "tensors": {} if plan is None else plan.manifest(),
         "provenance": _provenance(),
         **({} if fitted is None else {"fit": fitted.to_json()}),
+        **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
     }
 
 

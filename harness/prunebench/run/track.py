@@ -9,7 +9,8 @@
     suites = ["multiple_choice", "arithmetic", "code", "perplexity"]
     calibration = { text = "world:general", blocks = 256, length = 128, draws = ["A"] }
 
-Every model also gets its dense arm, first. `operator@scale` sets the gate scale. A track that is no single product of
+Every model also gets its dense arm, first. `criterion:name=value,…` sets a criterion's parameters, `operator@scale` the
+gate scale. A track that is no single product of
 ratios, masks and operators has grids, which take from the track what they do not say themselves:
 
     [[grid]]                               # the mask held, the operator fitted anew
@@ -161,8 +162,10 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     sizes = {**_sizes(grid["calibration"]), **_sizes(grid["fit"], "fit_")}
     for draw, fit_draw, amount, mask, entry in itertools.product(*axes):
         operator, _, scale = entry.partition("@")
+        criterion, parameters = _criterion(mask)
         yield {
-            "method": mask,
+            "method": criterion,
+            "parameters": parameters,
             "operator": operator,
             "scale": scale or None,
             "draw": draw,
@@ -170,6 +173,14 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             **amount,
             **sizes,
         }
+
+
+def _criterion(entry: str) -> tuple[str, tuple[str, ...]]:
+    """A criterion and its parameters, `razor:quantity=rcs,aggregate=mean`."""
+    name, colon, rest = entry.partition(":")
+    if not colon or "=" not in rest.partition(",")[0]:
+        return entry, ()
+    return name, tuple(rest.split(","))
 
 
 def _check_distinct(arms: list[ArmSpec], where: str) -> None:
