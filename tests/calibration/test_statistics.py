@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, score_pass
-from prunebench.calibration.statistics import BUILT_IN
+from prunebench.calibration.statistics import BUILT_IN, COLLECTED
 from prunebench.errors import IntegrityError
 from prunebench.moe import Instrument, LayerProgram, open_model
 from prunebench.routing import Scale
@@ -180,6 +180,18 @@ def test_padding_is_never_counted(family, side, kernel):
             assert together[key].sum() == 4 * sum(lengths)
     # The attention's kernel depends on the padding; nothing else differs.
     near(together, alone, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_measuring_changes_no_output_of_a_model_of_any_dtype(dtype):
+    moe = open_model(random_model("qwen3_moe", dtype=dtype))
+    with torch.inference_mode():
+        plain = moe.model(input_ids=random_ids(2, 12), use_cache=False).logits
+        statistics = [kind() for kind in COLLECTED]
+        for statistic in statistics:
+            statistic.start(16, 32, torch.device("cpu"))
+        with Instrument(moe, observer=lambda _layer, batch: [one.update(batch) for one in statistics]):
+            assert torch.equal(plain, moe.model(input_ids=random_ids(2, 12), use_cache=False).logits)
 
 
 @pytest.mark.parametrize("family", ["olmoe", "granitemoe"])

@@ -84,7 +84,9 @@ def _frozen_damage(batch: TokenBatch) -> Tensor:
     size = 64 if batch.outputs_SD.device.type == "cpu" else 2048
     for start in range(0, batch.tokens, size):
         part = slice(start, start + size)
-        lost_CKD = batch.outputs_SD[batch.row_TK[part]].double() * batch.gates_TK[part].double()[..., None]
+        # What stands in slots without a row (identity experts) is nobody's, and is not read.
+        row_CK = batch.row_TK[part].clamp(max=max(len(batch.expert_S) - 1, 0))
+        lost_CKD = batch.outputs_SD[row_CK].double() * batch.gates_TK[part].double()[..., None]
         lost_CKD -= (promoted.outputs_TD[part].double() * gate_T[part, None])[:, None]
         damage_TK[part] = lost_CKD.square_().sum(-1).sqrt_()
     return damage_TK
@@ -168,7 +170,7 @@ class FrozenRefillSums(_Damage):
     quantities = ("frozen-refill",)
 
     def defined(self, batch: TokenBatch) -> bool:
-        return batch.whole
+        return len(batch.expert_S) > 0 and batch.call is not None
 
     def of_slots(self, batch: TokenBatch) -> tuple[Tensor, ...]:
         return (_frozen_damage(batch),)

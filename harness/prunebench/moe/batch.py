@@ -88,8 +88,9 @@ class TokenBatch:
     def output_norms_S(self) -> Tensor:
         """‖f_e(x)‖₂ of each row, accumulated in float64."""
         if self.outputs_SD.device.type == "cpu":
-            # Norms of cache-sized pieces: one pass over memory, no float64 copy of the whole batch.
-            pieces = [piece.double().square_().sum(-1) for piece in self.outputs_SD.split(512)]
+            # Norms of cache-sized pieces: one pass over memory, no float64 copy of the whole batch. Pieces are copied
+            # where they are float64 already, too: the outputs go on into the model.
+            pieces = [piece.to(torch.float64, copy=True).square_().sum(-1) for piece in self.outputs_SD.split(512)]
             return torch.cat(pieces).sqrt_() if pieces else self.outputs_SD.new_zeros(0, dtype=torch.float64)
         norms_S: Tensor = torch.linalg.vector_norm(self.outputs_SD, dim=-1, dtype=torch.float64)
         return norms_S
@@ -146,9 +147,10 @@ class TokenBatch:
             return False
         if not self.tokens:
             return True
-        applied_TK = self.gates_TK.double()
-        far_TK = (applied_TK - self.shares_TK * self.factor_E[self.index_TK]).abs()
-        return bool((far_TK <= self.call.convention.factor * torch.finfo(self.gates_TK.dtype).eps ** 0.5).all())
+        # Gates are float32 numbers at best, whatever they are stored in; another scale is much further away.
+        rounding = max(torch.finfo(self.gates_TK.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+        far_TK = (self.gates_TK.double() - self.shares_TK * self.factor_E[self.index_TK]).abs()
+        return bool((far_TK <= self.call.convention.factor * rounding).all())
 
     @cached_property
     def shares_TK(self) -> Tensor:
