@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from prunebench import (
     Budget,
+    Convention,
     Count,
     FrozenRefillSums,
+    LayerShape,
     LayerView,
     Mask,
     Method,
@@ -68,17 +70,21 @@ class Razor(Method):
     def select_needs(self) -> tuple[Statistic, ...]:
         return (Count(), _QUANTITIES[self.quantity]())
 
-    def select(self, layers: Sequence[LayerView], budget: Budget, *, rng: np.random.Generator) -> Mask:
-        return prune_lowest(layers, budget, self._score, name=f"{self.quantity}-{self.aggregate}")
-
-    def _score(self, layer: LayerView) -> npt.ArrayLike:
-        if self.quantity != "frozen-refill" and not layer.convention.renormalised:
+    def check_model(self, shapes: Sequence[LayerShape], convention: Convention, budget: Budget) -> None:
+        if self.quantity != "frozen-refill" and not convention.renormalised:
             raise UsageError(
                 f"razor's {self.quantity} is defined for routers that renormalise",
-                where=f"layer {layer.index} ({layer.convention.describe()})",
+                where=f"a router of the kind: {convention.describe()}",
                 expected="a mixture whose weights sum to one",
                 fix="give quantity=frozen-refill, or reap-variants, which is what Razor's released code scores here",
             )
+
+    def select(self, layers: Sequence[LayerView], budget: Budget, *, rng: np.random.Generator) -> Mask:
+        for layer in layers:
+            self.check_model([layer.shape], layer.convention, budget)
+        return prune_lowest(layers, budget, self._score, name=f"{self.quantity}-{self.aggregate}")
+
+    def _score(self, layer: LayerView) -> npt.ArrayLike:
         damage = layer.stats[_QUANTITIES[self.quantity].name][self.quantity]
         count_E = np.maximum(layer.stats["count"], 1)
         if self.aggregate == "sum-squares":

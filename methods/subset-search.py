@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from prunebench import Budget, LayerView, Mask, Method, SubsetErrors, UsageError
+from prunebench import Budget, Convention, LayerShape, LayerView, Mask, Method, SubsetErrors, UsageError
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,23 @@ class SubsetSearch(Method):
 
     most: int = 5000
 
+    def check_model(self, shapes: Sequence[LayerShape], convention: Convention, budget: Budget) -> None:
+        for shape in shapes:
+            free, count = shape.experts - len(budget.must_stay(shape.index)), budget.pruned_count(shape)
+            if math.comb(free, count) > self.most:
+                raise UsageError(
+                    f"{math.comb(free, count)} subsets of {count} experts",
+                    where=f"layer {shape.index}",
+                    expected=f"at most {self.most}",
+                    fix="use another criterion, such as residual-products, or give --param most=…",
+                )
+
     def select(self, layers: Sequence[LayerView], budget: Budget, *, rng: np.random.Generator) -> Mask:
         pruned = {}
         for layer in layers:
             count = budget.pruned_count(layer.shape)
             free = [e for e in range(layer.experts) if e not in budget.must_stay(layer.index)]
-            if math.comb(len(free), count) > self.most:
-                raise UsageError(
-                    f"{math.comb(len(free), count)} subsets of {count} experts",
-                    where=f"layer {layer.index}",
-                    expected=f"at most {self.most}",
-                    fix="use another criterion, such as residual-products, or give --param most=…",
-                )
+            self.check_model([layer.shape], layer.convention, budget)
             subsets = list(_subsets(layer, free, count, budget))
             error_B = layer.measure(SubsetErrors(subsets))["subset_errors"]
             if not np.isfinite(error_B).all():

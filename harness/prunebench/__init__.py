@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from prunebench.loader import load_method as load_method
     from prunebench.loader import load_suite as load_suite
     from prunebench.mask import Budget as Budget
+    from prunebench.mask import LayerShape as LayerShape
     from prunebench.mask import Mask as Mask
     from prunebench.method import ExpertRows as ExpertRows
     from prunebench.method import LayerView as LayerView
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from prunebench.replacement import SmallExpert as SmallExpert
     from prunebench.replacement import Tilt as Tilt
     from prunebench.replacement import Zero as Zero
+    from prunebench.routing import Convention as Convention
     from prunebench.routing import Scale as Scale
     from prunebench.run import run as run
     from prunebench.suite import Suite as Suite
@@ -110,6 +112,7 @@ _MODULE_OF = {
     "Budget": "mask",
     "CalibrationSpec": "calibration",
     "Constant": "replacement",
+    "Convention": "routing",
     "Count": "calibration",
     "Deletion": "calibration",
     "Evaluation": "evaluate",
@@ -128,6 +131,7 @@ _MODULE_OF = {
     "IntegrityError": "errors",
     "Item": "record",
     "JointMoments": "fit",
+    "LayerShape": "mask",
     "LayerView": "method",
     "LowRankExpert": "replacement",
     "Mask": "mask",

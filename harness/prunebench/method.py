@@ -292,6 +292,10 @@ class Method(ABC):
         """Statistics that `replace` reads."""
         return ()
 
+    def check_model(self, shapes: Sequence[LayerShape], convention: Convention, budget: Budget) -> None:
+        """Raise a `UsageError` for a model that `select` is not defined for; asked before any weight is read."""
+        del shapes, convention, budget
+
     def select(self, layers: Sequence[LayerView], budget: Budget, *, rng: np.random.Generator) -> Mask:
         """Choose the pruned experts of every layer within the budget."""
         raise UsageError(

@@ -11,7 +11,7 @@ T tokens, K slots per token, E experts, D width, S rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 
@@ -116,9 +116,9 @@ def quadratic_subset(
 
     Exact by enumeration where there are at most `exact_up_to` subsets (E ≤ 16 always), in lexicographic order, so that
     of equal costs the one with the highest ids is pruned and low ids are kept. Otherwise swap descent (ours): from the
-    `count` smallest F_ii, and from a greedy choice that adds the expert of the least added cost, exchange the pair of
-    one chosen and one other that lowers the cost most, until none does; the better of the two ends is returned. That is
-    a local optimum: no single exchange improves it.
+    `count` smallest F_ii, and from greedy choices that begin with each expert in turn and add the one of the least
+    added cost, exchange the pair of one chosen and one other that lowers the cost most, until none does; the best of
+    the ends is returned. That is a local optimum: no single exchange improves it.
 
     Args:
         products_EE: F, symmetric.
@@ -171,22 +171,31 @@ def _enumerated(f_EE: Float64, free: Sequence[int], count: int, groups: npt.NDAr
 
 def _starts(
     f_EE: Float64, free: Sequence[int], count: int, groups: npt.NDArray[np.int64], most: int
-) -> tuple[list[int], list[int]]:
-    """The smallest F_ii, and a greedy choice; ties take the highest id."""
+) -> Iterator[list[int]]:
+    """The smallest F_ii, and a greedy choice from each expert on; ties take the highest id."""
+    diagonal_E = np.diagonal(f_EE)
 
-    def grown(cost_of: npt.NDArray[np.float64], *, together: bool) -> list[int]:
-        chosen: list[int] = []
-        added_E = cost_of.copy()
-        while len(chosen) < count:
-            open_now = [e for e in free if e not in chosen and sum(int(groups[c] == groups[e]) for c in chosen) < most]
-            pick = min(open_now, key=lambda e: (added_E[e], -e))
-            chosen.append(pick)
+    def grown(chosen: list[int], *, together: bool) -> list[int]:
+        open_E = np.zeros(len(f_EE), dtype=bool)
+        open_E[list(free)] = True
+        room_G = np.full(int(groups.max()) + 1, most)
+        added_E = diagonal_E.copy()
+        for number in range(count):
+            if number < len(chosen):
+                pick = chosen[number]
+            else:
+                waiting = np.flatnonzero(open_E & (room_G[groups] > 0))
+                pick = int(waiting[::-1][int(added_E[waiting][::-1].argmin())])
+                chosen.append(pick)
+            open_E[pick] = False
+            room_G[groups[pick]] -= 1
             if together:
                 added_E += 2 * f_EE[pick]
         return chosen
 
-    diagonal_E = np.diagonal(f_EE)
-    return grown(diagonal_E, together=False), grown(diagonal_E, together=True)
+    yield grown([], together=False)
+    for first in free:
+        yield grown([first], together=True)
 
 
 def _descended(

@@ -329,6 +329,9 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     shapes, convention = files.peek()
     if budget is not None:
         budget.check(shapes)
+        if method is not None and spec.mask is None:
+            with same_torch(), naming_the_file(_method_files(method), frozenset()):
+                method.check_model(shapes, convention, budget)
     mask, mask_name = _mask(spec.mask) if spec.mask is not None else (None, None)
     if mask is not None:
         mask.check_fits(shapes, where=spec.mask or "mask")
