@@ -68,7 +68,7 @@ class MoneVariants(Method):
                 return frequency_E
             fluctuation_E: npt.NDArray[np.float64]
             if self.score == "released":
-                fluctuation_E = np.sqrt(layer.stats["released_moments"].variance_ED.sum(axis=1))
+                fluctuation_E = np.sqrt(layer.stats["released_moments"])
                 return fluctuation_E * frequency_E
             count_E = layer.stats["count"]
             unbiased_E = count_E / np.maximum(count_E - 1, 1)

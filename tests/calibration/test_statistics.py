@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, score_pass
-from prunebench.calibration.statistics import BUILT_IN, COLLECTED
-from prunebench.errors import IntegrityError
+from prunebench.calibration.statistics import BUILT_IN, COLLECTED, ReleasedMoments
+from prunebench.errors import IntegrityError, UsageError
 from prunebench.moe import Instrument, LayerProgram, open_model
 from prunebench.routing import Scale
 from prunebench.testing import CORE, random_ids, random_model
@@ -291,3 +291,32 @@ def test_a_layer_that_does_not_fill_k_slots_per_token_voids_the_pass(monkeypatch
         IntegrityError, match=r"127 slots for 32 tokens; in model.layers.0.mlp; expected k = 4 slots per token"
     ):
         score_pass(moe, tokens(random_ids(2, 16)), fresh())
+
+
+@pytest.mark.parametrize("family", CORE)
+def test_counts_and_soft_counts_keep_their_books(family):
+    moe = open_model(random_model(family))
+    for statistics in score_pass(moe, tokens(random_ids(3, 16)), [kind() for kind in COLLECTED]).layers.values():
+        value = {name: one.value() for name, one in statistics.items()}
+        assert value["count"].sum() == 4 * 48
+        # p ≤ 1, and routed tokens are some of all.
+        assert (value["score_sum"] <= value["count"] + 1e-6).all()
+        assert (value["score_sum"] <= value["score_total"] + 1e-6).all()
+        if moe.convention.simplex:
+            assert value["score_total"].sum() == pytest.approx(48, rel=1e-6)
+        # Jensen: a mean of squares is at least the square of the mean.
+        count_E = np.maximum(value["count"], 1)
+        assert (value["norm_squared_sum"] / count_E >= (value["norm_sum"] / count_E) ** 2 * (1 - 1e-9)).all()
+
+
+def test_the_released_variance_depends_on_the_cuts_skips_the_first_batch_and_cannot_be_merged():
+    moe = open_model(random_model())
+    found = {}
+    for batch_tokens in (16, 48, 96):
+        layers = score_pass(moe, tokens(random_ids(6, 16)), [ReleasedMoments()], batch_tokens=batch_tokens).layers
+        found[batch_tokens] = layers[0]["released_moments"].value()
+    # The whole text in one forward: every expert's first batch.
+    assert not found[96].any()
+    assert not np.allclose(found[16], found[48])
+    with pytest.raises(UsageError, match="released_moments of two streams cannot be merged"):
+        layers[0]["released_moments"].merge(layers[1]["released_moments"])

@@ -220,7 +220,7 @@ class OutputMoments(Statistic):
 
 
 class ReleasedMoments(Statistic):
-    """Mean and variance of f_e(x) as MoNE's released code runs them (zxgx/mode-pd ee6e187); `value` is `Moments`.
+    """Σ over channels of the variance of f_e(x) as MoNE's released code runs it (zxgx/mode-pd ee6e187); `value` is [E].
 
     With n tokens seen before and t in this batch: b ← (n·b + Σf)/(n + t), and, only if n > 0,
     v ← v·(n − 1)/(n + t − 1) + Σ(f − b)²/(n + t), about the new b. So the first batch in which an expert has tokens
@@ -259,9 +259,12 @@ class ReleasedMoments(Statistic):
             fix="use output_moments",
         )
 
-    def value(self) -> Moments:
-        state = self.state
-        return Moments(state["count_E"].numpy(), state["mean_ED"].numpy(), state["variance_ED"].numpy())
+    def to_host(self) -> None:
+        # The stream is over: only the sum is asked for, and a cache need not hold D numbers per expert.
+        self.state = {"variance_E": self.state["variance_ED"].sum(1).cpu()}
+
+    def value(self) -> Float64:
+        return self.state["variance_E"].numpy()
 
 
 BUILT_IN: tuple[type[Statistic], ...] = (
