@@ -24,8 +24,10 @@ from prunebench.testing import (
     opened_model,
     random_ids,
     random_model,
+    relabel_batch,
     router_call,
     score,
+    split_batch,
 )
 from prunebench.testing.strategies import token_batches
 
@@ -233,6 +235,20 @@ def test_an_exact_match_of_weighted_residuals_leaves_the_mixture_unchanged(angle
 def test_shares_of_a_token_sum_to_one_so_that_their_mean_is_one_over_k(batch):
     assert batch.whole
     torch.testing.assert_close(batch.shares_TK.sum(-1), torch.ones(batch.tokens).double(), rtol=0, atol=1e-12)
+
+
+@given(token_batches(conventions=RENORM, ties=False, min_experts=4), st.data())
+def test_sums_depend_neither_on_the_cuts_nor_on_the_labels(batch, data):
+    cut = data.draw(st.integers(0, batch.tokens))
+    old_of_new = data.draw(st.permutations(range(len(batch.counts_E))))
+    for kind in (ResidualSums, RefillSums, FrozenRefillSums):
+        whole = measured(kind(), batch).state
+        merged, second = (measured(kind(), part) for part in split_batch(batch, cut))
+        merged.merge(second)
+        named = measured(kind(), relabel_batch(batch, old_of_new)).state
+        for key, value_E in whole.items():
+            torch.testing.assert_close(merged.state[key], value_E, rtol=1e-9, atol=1e-6)
+            torch.testing.assert_close(named[key], value_E[old_of_new], rtol=1e-9, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", RENORMALISING)
