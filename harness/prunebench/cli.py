@@ -91,6 +91,18 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--ratio", help="share of each layer's experts to prune, such as 0.5")
     run.add_argument("--keep", type=int, help="experts to keep in each layer, instead of --ratio")
+    run.add_argument(
+        "--scope",
+        default="layer",
+        choices=["layer", "group", "global"],
+        help="what the budget counts over: each layer (default), each router group, or the whole model",
+    )
+    run.add_argument(
+        "--protect",
+        metavar="EXPERTS",
+        help="experts that stay, others going in their place: LAYER:EXPERT,… or super or super-relative, as found",
+    )
+    run.add_argument("--spare", metavar="EXPERTS", help="the same with nobody going in their place: a smaller mask")
     run.add_argument("--mask", metavar="FILE", help="a mask file, or a run's folder, instead of the method's selection")
     run.add_argument("--operator", help="file that says what answers pruned slots; the method's own by default")
     run.add_argument(
@@ -323,6 +335,9 @@ def _run(options: argparse.Namespace) -> Result:
         groups=options.groups,
         ratio=options.ratio,
         keep=options.keep,
+        scope=options.scope,
+        protect=options.protect,
+        spare=options.spare,
         text=options.text,
         blocks=options.blocks,
         length=options.length,

@@ -40,7 +40,7 @@ def record_of(
     routing: dict[str, Any],
     fitted: FittedPlan | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields; `fit` is there only if a fit pass was."""
+    """The record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
     spec = arm.spec
     identity = {
         **arm.known,
@@ -75,6 +75,7 @@ def record_of(
         **({} if fitted is None else {"fit": fitted.to_json()}),
         **({} if plan is None or not plan.edits else {"edits": plan.edit_manifest()}),
         **({} if plan is None else _remap(plan, fitted)),
+        **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
     }
 
 
