@@ -48,6 +48,7 @@ __all__ = [
     "dense",
     "gather",
     "pruned",
+    "trained_scale",
 ]
 
 RATIOS: Final = ("0.25", "0.5", "0.75")
@@ -234,7 +235,7 @@ class Evidence:
         models: dict[str, Model] = {}
         for run in runs:
             biased = "bias" in run.arm["convention"].split(", ")
-            models.setdefault(run.arm["model"], Model(_trained(run.arm), run.arm["model"], biased))
+            models.setdefault(run.arm["model"], Model(trained_scale(run.arm), run.arm["model"], biased))
             if run.arm["dense"]:
                 self._dense.append(run)
             else:
@@ -337,7 +338,7 @@ def _only(found: Sequence[Observed], arm: Arm) -> Observed:
     raise NotMeasurableError(f"{len(found)} runs of {arm}, which differ in {', '.join(differing)}")
 
 
-def _trained(arm: Mapping[str, Any]) -> str:
+def trained_scale(arm: Mapping[str, Any]) -> str:
     """The scale that the arm's router was trained with, from what its record says of the router."""
     words = str(arm["convention"]).split(", ")
     for word, scale in (("no renorm", "keep"), ("renorm", "renorm")):
@@ -379,7 +380,7 @@ def _unfit(run: Run) -> str:
     if run.record["status"] != "complete":
         return f"partial: made with a limit of {run.record['identity']['limit']} items"
     arm = run.record["arm"]
-    if arm["scale"] in _RESOLVED and (arm["resolved_scale"] == _trained(arm)) is not _RESOLVED[arm["scale"]]:
+    if arm["scale"] in _RESOLVED and (arm["resolved_scale"] == trained_scale(arm)) is not _RESOLVED[arm["scale"]]:
         return f"{arm['scale']} scale resolved to {arm['resolved_scale']}, on a router with {arm['convention']}"
     failed = [str(entry["check"]) for entry in run.record["integrity"] if entry["status"] == "fail"]
     return f"failed: {', '.join(failed)}" if failed else ""

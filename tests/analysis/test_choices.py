@@ -53,21 +53,26 @@ pairs = st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 1)), min_size=2, m
 
 def by_pairs(values, gold):
     """AUC as the share of (positive, negative) pairs that are in order, ties half."""
-    found = [(a > b) + 0.5 * (a == b) for a, g in zip(values, gold) for b, h in zip(values, gold) if g == 1 and h == 0]
+    found = [
+        (a > b) + 0.5 * (a == b)
+        for a, g in zip(values, gold, strict=True)
+        for b, h in zip(values, gold, strict=True)
+        if g == 1 and h == 0
+    ]
     return sum(found) / len(found)
 
 
 def by_thresholds(values, gold):
     """Best accuracy over every threshold."""
     cuts = [-1e9, *sorted(set(values)), 1e9]
-    return max(np.mean([(v > cut) == (g == 1) for v, g in zip(values, gold)]) for cut in cuts)
+    return max(np.mean([(v > cut) == (g == 1) for v, g in zip(values, gold, strict=True)]) for cut in cuts)
 
 
 def by_matching(values, gold):
     """Expected accuracy with as many of the smallest margins called negative as are negative, ties in random order."""
     negatives = sum(g == 0 for g in gold)
     total = 0.0
-    for v, g in zip(values, gold):
+    for v, g in zip(values, gold, strict=True):
         below, equal = sum(w < v for w in values), sum(w == v for w in values)
         share = min(1.0, max(0.0, (negatives - below) / equal))
         total += share if g == 0 else 1 - share
@@ -99,7 +104,7 @@ def test_every_resample_is_the_statistic_of_its_items(items, clustered):
         v, g = (np.repeat(x, row).tolist() for x in (values, gold))
         assert found[prior_matched][b] == pytest.approx(by_matching(v, g))
         assert found[best_threshold][b] == pytest.approx(by_thresholds(v, g))
-        assert found[accuracy][b] == pytest.approx(np.mean([(x > 0) == (y == 1) for x, y in zip(v, g)]))
+        assert found[accuracy][b] == pytest.approx(np.mean([(x > 0) == (y == 1) for x, y in zip(v, g, strict=True)]))
         assert found[area][b] == pytest.approx(roc_auc_score(g, v) if len(set(g)) == 2 else 0.5)
 
 
@@ -156,7 +161,8 @@ def test_letter_bias_is_taken_away_by_plain_means():
     honest = rng.normal(0, 1, (300, 4))
     honest[np.arange(300), gold] += 1.0
     biased = task(honest + np.array([4.0, 0.0, -1.0, 0.5]), gold, name="mmlu")
-    corrected = [[score - np.mean(column) for score, column in zip(row, zip(*biased.loglikelihoods, strict=True))] for row in biased.loglikelihoods]
+    columns = [np.mean(column) for column in zip(*biased.loglikelihoods, strict=True)]
+    corrected = [[score - mean for score, mean in zip(row, columns, strict=True)] for row in biased.loglikelihoods]
     expected = np.mean([int(np.argmax(row)) == g for row, g in zip(corrected, gold, strict=True)])
     found = bias_corrected(biased, resamples=B)
     assert found.value == expected > accuracy(biased, resamples=B).value + 0.1

@@ -14,6 +14,7 @@ import pytest
 from prunebench.analysis.bootstrap import Sampled, sampled_columns
 from prunebench.analysis.multiplicity import holm
 
+
 def accuracies(rng, n, count):
     """Right answers of runs that are right on 25 to 90 of 100; at one accuracy, coverage hangs on how it divides n."""
     truth = rng.uniform(0.25, 0.9, count)

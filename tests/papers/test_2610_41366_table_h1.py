@@ -73,7 +73,9 @@ def test_the_printed_p_give_all_verdicts_and_counts(rows, families):
 
 
 def test_every_printed_adjusted_value_lies_between_those_of_the_rounding_ends(rows, families):
-    low, high = (corrected(list(ends), families) for ends in zip(*(rounding_ends(row["p"]) for row in rows), strict=True))
+    low, high = (
+        corrected(list(ends), families) for ends in zip(*(rounding_ends(row["p"]) for row in rows), strict=True)
+    )
     for column, below, above in zip(("holm_table", "holm_all"), low, high, strict=True):
         for row, least, most in zip(rows, below, above, strict=True):
             printed = rounding_ends(row[column])
@@ -94,7 +96,12 @@ def test_the_smallest_attainable_adjusted_values(rows):
 
 
 def test_marks_are_the_papers():
-    assert {str(verdict): mark for verdict, mark in MARKS.items()} == {"both": "‡", "table": "†", "lost": "*", "n.s.": ""}
+    assert {str(verdict): mark for verdict, mark in MARKS.items()} == {
+        "both": "‡",
+        "table": "†",
+        "lost": "*",
+        "n.s.": "",
+    }
 
 
 @pytest.mark.skipif(not WITNESS.is_file(), reason="no ../shared/data/papers/holm_table_h1_witness.json")

@@ -133,6 +133,9 @@ class Found:
             return False
         if wanted.dense:
             return True
+        # An operator in some layers only is another arm, and is named by its folder.
+        if self.record["identity"].get("operator_layers"):
+            return False
         pairs = (
             (wanted.mask, arm["mask"]),
             (wanted.ratio, self.ratio),

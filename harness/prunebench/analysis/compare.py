@@ -50,7 +50,7 @@ class Contrast:
         a_only: items right in a and wrong in b; None unless items are right or wrong.
         b_only: the reverse.
         mcnemar: of one task's items that are right or wrong, each by itself; else None.
-        bound: the largest difference that the 90 % interval does not rule out.
+        bound: the largest difference that the 90 % interval does not rule out; None, as the next, if no item differs.
         detectable: the true difference that would be found with power 0.8.
         no_claim: why nothing may be claimed from it, such as too few items; else "".
         ratio: a / b with its interval, for perplexities only.
@@ -68,8 +68,8 @@ class Contrast:
     a_only: int | None
     b_only: int | None
     mcnemar: McNemar | None
-    bound: float
-    detectable: float
+    bound: float | None
+    detectable: float | None
     no_claim: str
     ratio: Interval | None
     lower_is_better: bool
@@ -222,5 +222,5 @@ def _table_row(x: Contrast) -> list[str]:
         f"[{scale * d.low:+.{digits}f}, {scale * d.high:+.{digits}f}]",
         *(str(d.n), *counts, p),
         "" if x.mcnemar is None else "—" if x.no_claim else f"{x.mcnemar.exact:.4f}",
-        f"{scale * x.bound:.{digits}f}",
+        "—" if x.bound is None else f"{scale * x.bound:.{digits}f}",
     ]

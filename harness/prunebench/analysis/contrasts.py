@@ -92,11 +92,12 @@ class Answer:
         question: what was asked.
         difference: the estimate with its 95 % interval, in points or in ln perplexity.
         interval90: low and high of the 90 % interval.
-        bound: the largest difference that it does not rule out.
+        bound: the largest difference that it does not rule out; None, as the next, where no item differs.
         detectable: the true difference that would be found with power 0.8.
         p: two-sided bootstrap p, at least 2/B.
         lower_is_better: whether a negative difference favours the first arms.
         replicates: the estimates on other calibration draws.
+        missing: why draws that were asked for are not among them.
         mcnemar: of a plain difference of two arms on one task of right or wrong answers; else None.
         discordant: items right in the first arm only and in the second only, of a plain difference; else None.
         holm_family: p after Holm within the family; None for an exploratory contrast, as the next two.
@@ -107,11 +108,12 @@ class Answer:
     question: Question
     difference: Interval
     interval90: tuple[float, float]
-    bound: float
-    detectable: float
+    bound: float | None
+    detectable: float | None
     p: float
     lower_is_better: bool
     replicates: tuple[float, ...] = ()
+    missing: tuple[str, ...] = ()
     mcnemar: McNemar | None = None
     discordant: tuple[int, int] | None = None
     holm_family: float | None = None
@@ -130,8 +132,8 @@ class Answer:
 
     @property
     def established(self) -> bool | None:
-        """Whether the effect has one sign on every draw; None with one draw only."""
-        return same_sign([self.difference.value, *self.replicates])
+        """Whether the effect has one sign on every draw; None with one draw only, or with one missing."""
+        return None if self.missing else same_sign([self.difference.value, *self.replicates])
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -153,6 +155,7 @@ class Answer:
             "verdict": self.verdict,
             "mark": self.mark,
             "replicates": list(self.replicates),
+            "missing_draws": list(self.missing),
             "established": self.established,
             "discordant": None if self.discordant is None else list(self.discordant),
             "mcnemar": None if test is None else {"exact": test.exact, "mid_p": test.mid_p},
@@ -314,38 +317,61 @@ def answers(
         UsageError: for arms that answered other items, or were scored or executed otherwise, and for a declared
             contrast on too few items.
     """
-    asked: list[tuple[Question, list[tuple[float, Found]], list[list[tuple[float, Found]]]]] = []
+    asked: list[_Asked] = []
     gaps: list[Gap] = []
     for question in questions:
         try:
-            terms = _found(shelf, question.terms, question.suite)
-            asked.append((question, terms, [_found(shelf, one, question.suite) for one in question.replicates]))
+            asked.append(_Asked.of(shelf, question))
         except UnfoundError as reason:
             gaps.append(Gap(question, str(reason)))
     wanted: dict[str, list[Found]] = {}
-    for question, terms, replicates in asked:
-        wanted.setdefault(question.suite, []).extend(run for _, run in sum(replicates, terms))
+    for one in asked:
+        wanted.setdefault(one.question.suite, []).extend(one.runs)
     scores = Scores(shelf, wanted, seed=seed, resamples=resamples)
-    found = [_answer(scores, *one) for one in asked]
-    return corrected(found), tuple(gaps)
+    return corrected([_answer(scores, one) for one in asked]), tuple(gaps)
 
 
-def _found(shelf: Shelf, terms: Sum, suite: str) -> list[tuple[float, Found]]:
-    found = [(weight, shelf.find(selector)) for weight, selector in terms]
+Weighed = tuple[tuple[float, Found], ...]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question with its runs; draws that are not there are named."""
+
+    question: Question
+    terms: Weighed
+    replicates: tuple[Weighed, ...]
+    missing: tuple[str, ...]
+
+    @classmethod
+    def of(cls, shelf: Shelf, question: Question) -> _Asked:
+        terms = _found(shelf, question.terms, question.suite)
+        replicates: list[Weighed] = []
+        missing: list[str] = []
+        for one in question.replicates:
+            try:
+                replicates.append(_found(shelf, one, question.suite))
+            except UnfoundError as reason:
+                missing.append(str(reason))
+        return cls(question, terms, tuple(replicates), tuple(missing))
+
+    @property
+    def runs(self) -> list[Found]:
+        return [run for terms in (self.terms, *self.replicates) for _, run in terms]
+
+
+def _found(shelf: Shelf, terms: Sum, suite: str) -> Weighed:
+    found = tuple((weight, shelf.find(selector)) for weight, selector in terms)
     for _, run in found:
         if suite not in run.record["headline"]:
             raise UnfoundError(f"no {suite} in {run.folder}")
     return found
 
 
-def _answer(
-    scores: Scores,
-    question: Question,
-    terms: list[tuple[float, Found]],
-    replicates: list[list[tuple[float, Found]]],
-) -> Answer:
+def _answer(scores: Scores, asked: _Asked) -> Answer:
+    question, terms = asked.question, asked.terms
     suite, tasks, first = question.suite, question.tasks, terms[0][1]
-    for _, run in sum(replicates, terms):
+    for run in asked.runs:
         scores.check_pair(first, run, suite, tasks)
     if not question.exploratory:
         check_enough(scores.independent(first, suite, tasks), f"{question.family}: {question.label}")
@@ -361,13 +387,14 @@ def _answer(
         detectable=minimum_detectable(difference),
         p=difference.p_value(),
         lower_is_better=all(is_loss(cell[2]) for cell in scores.cells(first, suite, tasks)),
-        replicates=tuple(_summed(scores, one, question).value for one in replicates),
+        replicates=tuple(_summed(scores, one, question).value for one in asked.replicates),
+        missing=asked.missing,
         mcnemar=mcnemar(*counts[:2]) if counts is not None and counts[2] else None,
         discordant=None if counts is None else counts[:2],
     )
 
 
-def _summed(scores: Scores, terms: Sequence[tuple[float, Found]], question: Question) -> Sampled:
+def _summed(scores: Scores, terms: Weighed, question: Question) -> Sampled:
     parts = [(weight, scores.score(run, question.suite, question.tasks)) for weight, run in terms]
     value = sum(weight * part.value for weight, part in parts)
     draws_B = np.sum([weight * part.draws_B for weight, part in parts], axis=0)

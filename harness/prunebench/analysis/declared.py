@@ -16,8 +16,8 @@
 A field of an arm may be a list: the contrast is then of the mean over masks, draws, or whatever is listed. `less`
 (a table with `a` and `b`) makes it an interaction: (a − b) − (less.a − less.b). `replicates` lists what changes from
 one calibration draw to another, as tables with `a` and `b`; an effect is established if its sign never changes. An arm
-may also be `{ run = "FOLDER" }`. `tasks` narrows a suite to some of its tasks. `exploratory = true` shows a family
-without correcting for it: what was not declared before it was seen is exploratory.
+may also be `{ run = "FOLDER" }`. Blocks of one name are one family. `tasks` narrows a suite to some of its tasks.
+`exploratory = true` shows a family without correcting for it: what was not declared before it was seen is exploratory.
 """
 
 from __future__ import annotations
@@ -109,11 +109,13 @@ def read_declaration(path: Path) -> Declaration:
     where = path.name
     _check(data, _TOP, ("name", "date", "family"), where)
     questions = tuple(q for family in data["family"] for q in _questions(family, where))
-    families = [family["name"] for family in data["family"]]
-    for what, names in (("family", families), ("contrast", [q.label for q in questions])):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise UsageError(f"{what} {twice[0]!r} is declared twice", where=where, expected="every name once")
+    names = [(q.family, q.label) for q in questions]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"contrast {twice[0][1]!r} is declared twice", where=where, expected="every label once")
+    mixed = {q.family for q in questions if q.exploratory} & {q.family for q in questions if not q.exploratory}
+    if mixed:
+        raise UsageError(f"family {min(mixed)!r} is exploratory in part", where=where, expected="two families")
     if not questions:
         raise UsageError("no contrast is declared", where=where, expected="a [[family]] with contrasts")
     digest = hashlib.sha256(content).hexdigest()

@@ -12,7 +12,7 @@ from prunebench.analysis.bootstrap import LEVEL, RESAMPLES, SEED
 from prunebench.analysis.contrasts import Answer, Gap
 from prunebench.analysis.declared import Declaration
 
-__all__ = ["LEGEND", "Report", "shown_adjusted", "shown_difference", "shown_p"]
+__all__ = ["LEGEND", "Report", "shown_adjusted", "shown_bound", "shown_difference", "shown_draws", "shown_p"]
 
 LEGEND: Final = (
     "‡ survives Holm over all, † within its family only, * by itself only. bound: the largest difference not ruled out "
@@ -30,10 +30,22 @@ def shown_adjusted(p: float | None) -> str:
     return "—" if p is None else "1" if p >= 0.9995 else f"{p:.3f}"
 
 
+def shown_bound(bound: float | None, digits: int) -> str:
+    """A bound, or that there is none."""
+    return "—" if bound is None else f"{bound:.{digits}f}"
+
+
 def shown_difference(answer: Answer) -> str:
     """Estimate, interval and mark."""
     d, digits = answer.difference, 3 if answer.lower_is_better else 2
     return f"{d.value:+z.{digits}f} [{d.low:+z.{digits}f}, {d.high:+z.{digits}f}]{answer.mark}"
+
+
+def shown_draws(answer: Answer) -> str:
+    """Whether the sign is one on every calibration draw (2610.41366 §3: "established")."""
+    if answer.missing:
+        return f"{len(answer.missing)} missing"
+    return {None: "one draw", True: "same sign", False: "sign changes"}[answer.established]
 
 
 @dataclass(frozen=True)
@@ -86,13 +98,14 @@ class Report:
         table = tabulate.tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=align)
         lines = [f"families: {d.name}, {d.date.isoformat()}, sha256 {d.sha256}"] + [d.note] * bool(d.note)
         lines += ["", table, "", self.counts(), LEGEND]
-        lines += [f"not measured: {gap.question.family}: {gap.question.label}: {gap.reason}" for gap in self.gaps]
+        for family in dict.fromkeys(gap.question.family for gap in self.gaps):
+            own = [gap for gap in self.gaps if gap.question.family == family]
+            lines.append(f"not measured: {family}: {len(own)}, such as {own[0].question.label} ({own[0].reason})")
         return "\n".join(lines)
 
 
 def _row(answer: Answer) -> list[str]:
     digits = 3 if answer.lower_is_better else 2
-    established = {None: "one draw", True: "same sign", False: "sign changes"}[answer.established]
     return [
         answer.question.family,
         answer.question.label,
@@ -101,7 +114,7 @@ def _row(answer: Answer) -> list[str]:
         shown_adjusted(answer.holm_family),
         shown_adjusted(answer.holm_all),
         str(answer.verdict) if answer.verdict else "exploratory",
-        f"{answer.bound:.{digits}f}",
-        f"{answer.detectable:.{digits}f}",
-        established,
+        shown_bound(answer.bound, digits),
+        shown_bound(answer.detectable, digits),
+        shown_draws(answer),
     ]
