@@ -16,7 +16,7 @@ import numpy as np
 
 from prunebench.analysis import PERCENT, headline_cells, is_loss, published
 from prunebench.analysis.bootstrap import Sampled
-from prunebench.analysis.metrics import Cell, cell_sampled, paired_order, suite_mean
+from prunebench.analysis.metrics import Cell, cell_sampled, in_units, paired_order, suite_mean
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import Mask, canonical_json
 from prunebench.record import ItemTable, LeftOut, Run, read_run, runs_under
@@ -411,10 +411,8 @@ def _score(run: Run, suite: Suite) -> Score:
 def _in_units(mean: Sampled, wanted: Sequence[Cell], suite: Suite) -> Sampled:
     """Percent, or ln perplexity."""
     metrics = {cell[2] for cell in wanted}
-    if all(map(is_loss, metrics)) and suite.better < 0:
-        return Sampled(float(np.log(mean.value)), np.log(mean.draws_B), mean.n)
-    if metrics <= PERCENT and suite.better > 0:
-        return Sampled(100.0 * mean.value, 100.0 * mean.draws_B, mean.n)
+    if (all(map(is_loss, metrics)) and suite.better < 0) or (metrics <= PERCENT and suite.better > 0):
+        return in_units(mean, metrics)
     raise UsageError(f"{suite.name} is scored by {', '.join(sorted(metrics))}", expected=suite.title)
 
 

@@ -26,7 +26,7 @@ from leaderboard.statistics.tables import (
 
 from prunebench.analysis import RESAMPLES, SEED, Answer, Gap, Report, Selector, Shelf, answers, read_declaration
 from prunebench.analysis.arms import UnfoundError
-from prunebench.analysis.contrasts import Scores
+from prunebench.analysis.contrasts import Scores, runs_of
 from prunebench.analysis.declared import Declaration, Question
 from prunebench.analysis.forest import draw, forest
 from prunebench.analysis.report import shown_bound, shown_difference, shown_p
@@ -37,8 +37,8 @@ __all__ = ["PAGE", "PLOT", "Statistics", "Written", "statistics", "write_statist
 PAGE: Final = "statistics.md"
 PLOT: Final = "operators.svg"
 GATE_SCALE: Final = "gate scale"
-PLOTTED: Final = (GATE_SCALE, "operators", "masks")
 EXPLORATORY: Final = "others against the constant"
+PLOTTED: Final = (GATE_SCALE, "operators", "masks", EXPLORATORY)
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,15 @@ def statistics(records: Path, families: Path) -> Statistics:
     declaration = read_declaration(families)
     shelf = Shelf.of(records)
     grid = Grid.of(shelf)
-    declared, gaps = answers(shelf, declaration.questions)
-    others, _ = answers(shelf, _exploratory(shelf, grid, declaration))
+    questions = [*declaration.questions, *_exploratory(shelf, grid, declaration)]
+    wanted = runs_of(shelf, questions)
     arms = [*grid.arms.values(), *grid.dense.values()]
-    scores = Scores(
-        shelf, {suite: [run for run in arms if suite in run.record["headline"]] for suite in (CHOICE, LOSS)}
-    )
-    report = Report(declaration, [*declared, *others], gaps)
-    plotted = tuple(one for one in declared if one.question.family in PLOTTED) + others
+    for suite in (CHOICE, LOSS):
+        wanted.setdefault(suite, []).extend(run for run in arms if suite in run.record["headline"])
+    scores = Scores(shelf, wanted)
+    found, gaps = answers(shelf, questions, scores=scores)
+    report = Report(declaration, found, gaps)
+    plotted = tuple(one for one in found if one.question.family in PLOTTED)
     markdown = _markdown(report, shelf, grid, scores)
     return Statistics(markdown, plotted, report.counts(), tuple(map(str, shelf.left_out)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.stats.power import NormalIndPower
@@ -15,6 +15,7 @@ from prunebench.analysis.resolution import equivalence_bound, minimum_detectable
 
 @given(st.lists(st.floats(-10, 10), min_size=20, max_size=200))
 def test_the_bound_is_the_smallest_margin_that_two_one_sided_tests_accept(draws):
+    assume(np.ptp(draws) > 1e-9)
     difference = Sampled(0.0, np.array(draws), 10)
     low, high = np.percentile(draws, [5, 95])
     bound = equivalence_bound(difference)
@@ -36,6 +37,13 @@ def test_what_is_detectable_is_found_with_that_power():
     assert NormalIndPower(ddof=0).power(detectable / error, 1, 0.05, ratio=0) == pytest.approx(0.8, abs=1e-3)
     rejected = np.abs(stats.norm(detectable, error).rvs(100_000, random_state=2)) > stats.norm.ppf(0.975) * error
     assert rejected.mean() == pytest.approx(0.8, abs=0.005)
+
+
+def test_where_no_item_differs_nothing_is_known_of_other_items():
+    """Resampling forty zeros gives forty zeros, which is no proof that the arms are equal."""
+    difference = sampled(np.zeros(40))
+    assert difference.interval().low == difference.interval().high == 0
+    assert equivalence_bound(difference) is minimum_detectable(difference) is None
 
 
 def test_four_times_the_items_detect_half_the_difference():

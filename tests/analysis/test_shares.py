@@ -125,10 +125,10 @@ def test_agreement_is_the_share_of_pruned_experts_in_common():
 
 def test_masks_that_cannot_be_compared():
     one, fewer = masks(((0, 1), (2, 3)), ((0,), (2,)))
-    with pytest.raises(UsageError, match="prune 4 and 2 experts"):
+    with pytest.raises(UsageError, match="the masks prune 4 and 2 experts"):
         agreement(one, fewer)
     other = Mask("1:8x2", (LayerMask(1, 8, (0, 1)),))
-    with pytest.raises(UsageError, match="different models"):
+    with pytest.raises(UsageError, match="masks of different shapes"):
         agreement(one, other)
 
 

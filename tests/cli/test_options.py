@@ -47,7 +47,10 @@ OPTIONS = {
     }
     | MACHINE,
     "grid": {"--json", "TRACK", "--out", "--jobs"} | MACHINE,
-    "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
+    "compare": {
+        *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
+        *("--robustness", "--few-shot", "--fixed-answer"),
+    },
     "board": {"--json", "RECORDS", "--out"},
     "check-env": {"--json"},
 }

@@ -21,15 +21,13 @@ def agreement(one: Mask, other: Mask, layer: int | None = None) -> Fraction:
         UsageError: for masks of different models, or that prune different numbers of experts.
     """
     if one.model_shape != other.model_shape:
-        raise UsageError("masks of different models", expected=one.model_shape)
+        raise UsageError(f"masks of different shapes ({one.model_shape} and {other.model_shape})")
     sets = [
         {(own.index, expert) for own in mask.layers if layer in (None, own.index) for expert in own.pruned}
         for mask in (one, other)
     ]
     if len(sets[0]) != len(sets[1]) or not sets[0]:
-        raise UsageError(
-            f"masks that prune {len(sets[0])} and {len(sets[1])} experts", expected="the same number, above zero"
-        )
+        raise UsageError(f"the masks prune {len(sets[0])} and {len(sets[1])} experts", expected="as many, above zero")
     return Fraction(len(sets[0] & sets[1]), len(sets[0]))
 
 

@@ -32,7 +32,7 @@ from prunebench.analysis.resolution import EQUIVALENCE_LEVEL, equivalence_bound,
 from prunebench.errors import UsageError
 from prunebench.record import ItemTable, Run
 
-__all__ = ["Answer", "Gap", "Scores", "Stratum", "answers", "corrected", "suite_scores"]
+__all__ = ["Answer", "Gap", "Scores", "Stratum", "answers", "corrected", "runs_of", "suite_scores"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,16 +307,39 @@ def _rows(run: Run, suite: str) -> dict[Cell, ItemTable]:
 
 
 def answers(
-    shelf: Shelf, questions: Sequence[Question], *, seed: int = SEED, resamples: int = RESAMPLES
+    shelf: Shelf,
+    questions: Sequence[Question],
+    *,
+    scores: Scores | None = None,
+    seed: int = SEED,
+    resamples: int = RESAMPLES,
 ) -> tuple[tuple[Answer, ...], tuple[Gap, ...]]:
     """Every contrast that the records can answer, corrected, and those that they cannot.
 
     A contrast without one of its arms is a gap, and does not count in a correction.
 
+    Args:
+        shelf: the records.
+        questions: the contrasts.
+        scores: of at least the runs of `runs_of`, where they are at hand; else they are made.
+        seed: of the bootstrap.
+        resamples: B.
+
     Raises:
         UsageError: for arms that answered other items, or were scored or executed otherwise, and for a declared
             contrast on too few items.
     """
+    asked, gaps = _asked(shelf, questions)
+    scores = scores or Scores(shelf, _wanted(asked), seed=seed, resamples=resamples)
+    return corrected([_answer(scores, one) for one in asked]), gaps
+
+
+def runs_of(shelf: Shelf, questions: Sequence[Question]) -> dict[str, list[Found]]:
+    """By suite, the runs that some questions need, as far as they are there."""
+    return _wanted(_asked(shelf, questions)[0])
+
+
+def _asked(shelf: Shelf, questions: Sequence[Question]) -> tuple[list[_Asked], tuple[Gap, ...]]:
     asked: list[_Asked] = []
     gaps: list[Gap] = []
     for question in questions:
@@ -324,11 +347,14 @@ def answers(
             asked.append(_Asked.of(shelf, question))
         except UnfoundError as reason:
             gaps.append(Gap(question, str(reason)))
+    return asked, tuple(gaps)
+
+
+def _wanted(asked: Sequence[_Asked]) -> dict[str, list[Found]]:
     wanted: dict[str, list[Found]] = {}
     for one in asked:
         wanted.setdefault(one.question.suite, []).extend(one.runs)
-    scores = Scores(shelf, wanted, seed=seed, resamples=resamples)
-    return corrected([_answer(scores, one) for one in asked]), tuple(gaps)
+    return wanted
 
 
 Weighed = tuple[tuple[float, Found], ...]
