@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from prunebench.analysis.bootstrap import Sampled, sampled
-from prunebench.analysis.contrasts import Stratum, suite_scores
 from prunebench.analysis.multiplicity import holm
 from prunebench.analysis.resolution import equivalence_bound, minimum_detectable
+from prunebench.analysis.scores import Stratum, suite_scores
 from prunebench.analysis.shares import NINE_TASKS
 
 SECONDS, GIGABYTES = 20.0, 2.0

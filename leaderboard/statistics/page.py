@@ -26,10 +26,11 @@ from leaderboard.statistics.tables import (
 
 from prunebench.analysis import RESAMPLES, SEED, Answer, Gap, Report, Selector, Shelf, answers, read_declaration
 from prunebench.analysis.arms import UnfoundError
-from prunebench.analysis.contrasts import Scores, runs_of
+from prunebench.analysis.contrasts import runs_of
 from prunebench.analysis.declared import Declaration, Question
 from prunebench.analysis.forest import draw, forest
 from prunebench.analysis.report import shown_bound, shown_difference, shown_p
+from prunebench.analysis.scores import Scores
 from prunebench.mask import write_atomically
 
 __all__ = ["PAGE", "PLOT", "Statistics", "Written", "statistics", "write_statistics"]

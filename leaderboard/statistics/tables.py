@@ -21,9 +21,9 @@ from prunebench.analysis.choices import (
     predicted_shares,
     prior_matched,
 )
-from prunebench.analysis.contrasts import Scores
 from prunebench.analysis.metrics import Cell
 from prunebench.analysis.report import shown_adjusted, shown_bound, shown_difference, shown_draws, shown_p
+from prunebench.analysis.scores import Scores
 from prunebench.analysis.shares import Share, above_chance, chance, mean_chance, recovered
 from prunebench.record import Run
 

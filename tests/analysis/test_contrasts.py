@@ -12,12 +12,12 @@ import pytest
 
 from prunebench.analysis import Report, Shelf, answers, read_declaration
 from prunebench.analysis.arms import Selector, UnfoundError
-from prunebench.analysis.contrasts import Scores
 from prunebench.analysis.declared import Question
 from prunebench.analysis.mcnemar import mcnemar
 from prunebench.analysis.multiplicity import holm
 from prunebench.analysis.pairing import MINIMUM_ITEMS
 from prunebench.analysis.report import LEGEND, shown_adjusted, shown_p
+from prunebench.analysis.scores import Scores
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.record import content_hash, items_to_table, read_run
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from prunebench.analysis import Shelf, answers, read_declaration
-from prunebench.analysis.contrasts import Scores
 from prunebench.analysis.forest import draw, forest
+from prunebench.analysis.scores import Scores
 from prunebench.errors import PrerequisiteError
 from prunebench.loader import content_root
 
