@@ -16,7 +16,7 @@ import numpy as np
 
 from prunebench.analysis import PERCENT, headline_cells, is_loss, published
 from prunebench.analysis.bootstrap import Sampled
-from prunebench.analysis.metrics import Cell, cell_sampled, paired_order, suite_mean
+from prunebench.analysis.metrics import Cell, cell_sampled, in_units, paired_order, suite_mean
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import Mask, canonical_json
 from prunebench.record import ItemTable, LeftOut, Run, read_run, runs_under
@@ -48,6 +48,7 @@ __all__ = [
     "dense",
     "gather",
     "pruned",
+    "trained_scale",
 ]
 
 RATIOS: Final = ("0.25", "0.5", "0.75")
@@ -234,7 +235,7 @@ class Evidence:
         models: dict[str, Model] = {}
         for run in runs:
             biased = "bias" in run.arm["convention"].split(", ")
-            models.setdefault(run.arm["model"], Model(_trained(run.arm), run.arm["model"], biased))
+            models.setdefault(run.arm["model"], Model(trained_scale(run.arm), run.arm["model"], biased))
             if run.arm["dense"]:
                 self._dense.append(run)
             else:
@@ -337,7 +338,7 @@ def _only(found: Sequence[Observed], arm: Arm) -> Observed:
     raise NotMeasurableError(f"{len(found)} runs of {arm}, which differ in {', '.join(differing)}")
 
 
-def _trained(arm: Mapping[str, Any]) -> str:
+def trained_scale(arm: Mapping[str, Any]) -> str:
     """The scale that the arm's router was trained with, from what its record says of the router."""
     words = str(arm["convention"]).split(", ")
     for word, scale in (("no renorm", "keep"), ("renorm", "renorm")):
@@ -379,7 +380,7 @@ def _unfit(run: Run) -> str:
     if run.record["status"] != "complete":
         return f"partial: made with a limit of {run.record['identity']['limit']} items"
     arm = run.record["arm"]
-    if arm["scale"] in _RESOLVED and (arm["resolved_scale"] == _trained(arm)) is not _RESOLVED[arm["scale"]]:
+    if arm["scale"] in _RESOLVED and (arm["resolved_scale"] == trained_scale(arm)) is not _RESOLVED[arm["scale"]]:
         return f"{arm['scale']} scale resolved to {arm['resolved_scale']}, on a router with {arm['convention']}"
     failed = [str(entry["check"]) for entry in run.record["integrity"] if entry["status"] == "fail"]
     return f"failed: {', '.join(failed)}" if failed else ""
@@ -410,10 +411,8 @@ def _score(run: Run, suite: Suite) -> Score:
 def _in_units(mean: Sampled, wanted: Sequence[Cell], suite: Suite) -> Sampled:
     """Percent, or ln perplexity."""
     metrics = {cell[2] for cell in wanted}
-    if all(map(is_loss, metrics)) and suite.better < 0:
-        return Sampled(float(np.log(mean.value)), np.log(mean.draws_B), mean.n)
-    if metrics <= PERCENT and suite.better > 0:
-        return Sampled(100.0 * mean.value, 100.0 * mean.draws_B, mean.n)
+    if (all(map(is_loss, metrics)) and suite.better < 0) or (metrics <= PERCENT and suite.better > 0):
+        return in_units(mean, metrics)
     raise UsageError(f"{suite.name} is scored by {', '.join(sorted(metrics))}", expected=suite.title)
 
 

@@ -52,7 +52,10 @@ OPTIONS = {
     | MACHINE,
     "grid": {"--json", "TRACK", "--out", "--jobs"} | MACHINE,
     "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
-    "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
+    "compare": {
+        *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
+        *("--robustness", "--few-shot", "--fixed-answer"),
+    },
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
     "check-env": {"--json"},

@@ -177,7 +177,9 @@ def git_state() -> dict[str, Any] | None:
 
     def ask(*command: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True)  # noqa: S607
+            done = subprocess.run(
+                ["git", "--no-optional-locks", "-C", str(root), *command], capture_output=True, text=True, check=True
+            )  # noqa: S607
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()
