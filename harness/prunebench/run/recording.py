@@ -176,10 +176,10 @@ def git_state() -> dict[str, Any] | None:
     root = content_root()
 
     def ask(*command: str) -> str | None:
+        # Without a lock: a killed run must not leave one behind in the user's checkout.
+        words = ["git", "--no-optional-locks", "-C", str(root), *command]
         try:
-            done = subprocess.run(
-                ["git", "--no-optional-locks", "-C", str(root), *command], capture_output=True, text=True, check=True
-            )  # noqa: S607
+            done = subprocess.run(words, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()
