@@ -47,6 +47,17 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Generation as Generation
     from prunebench.evaluate import PassageScore as PassageScore
     from prunebench.evaluate import Score as Score
+    from prunebench.evaluate.code import assertion_case as assertion_case
+    from prunebench.evaluate.code import base_and_plus as base_and_plus
+    from prunebench.evaluate.code import check_case as check_case
+    from prunebench.evaluate.code import code_item as code_item
+    from prunebench.evaluate.code import generation_of as generation_of
+    from prunebench.evaluate.code import pass_at_k as pass_at_k
+    from prunebench.evaluate.code import required_names as required_names
+    from prunebench.evaluate.extract import completed_program as completed_program
+    from prunebench.evaluate.extract import first_answer as first_answer
+    from prunebench.evaluate.extract import names_function as names_function
+    from prunebench.evaluate.extract import whole_program as whole_program
     from prunebench.fit import CopyPair as CopyPair
     from prunebench.fit import ExpertMoments as ExpertMoments
     from prunebench.fit import Fitted as Fitted
@@ -110,6 +121,9 @@ if TYPE_CHECKING:
     from prunebench.routing import Convention as Convention
     from prunebench.routing import Scale as Scale
     from prunebench.run import run as run
+    from prunebench.sandbox import Case as Case
+    from prunebench.sandbox import Verdict as Verdict
+    from prunebench.suite import DataSuite as DataSuite
     from prunebench.suite import Suite as Suite
 
 __version__ = "0.1.0.dev0"
@@ -119,10 +133,12 @@ _MODULE_OF = {
     "Answer": "evaluate",
     "Budget": "mask",
     "CalibrationSpec": "calibration",
+    "Case": "sandbox",
     "Constant": "replacement",
     "Convention": "routing",
     "CopyPair": "fit",
     "Count": "calibration",
+    "DataSuite": "suite",
     "Deletion": "calibration",
     "Evaluation": "evaluate",
     "ExpertMoments": "fit",
@@ -184,27 +200,38 @@ _MODULE_OF = {
     "TokenBatch": "moe",
     "TrueFisher": "calibration",
     "UsageError": "errors",
+    "Verdict": "sandbox",
     "Zero": "replacement",
+    "assertion_case": "evaluate.code",
+    "base_and_plus": "evaluate.code",
     "best_proxy": "fit",
+    "check_case": "evaluate.code",
     "check_copy_budget": "fit",
+    "code_item": "evaluate.code",
     "compensated": "fit",
+    "completed_program": "evaluate.extract",
     "copy_errors": "fit",
     "copy_size": "fit",
     "find_super_experts": "calibration",
+    "first_answer": "evaluate.extract",
     "fit_share": "fit",
     "fit_tilt": "fit",
     "forming_layers": "calibration",
     "functional_remap": "fit",
+    "generation_of": "evaluate.code",
     "held_out_share": "fit",
     "load_method": "loader",
     "load_suite": "loader",
+    "names_function": "evaluate.extract",
     "nearest_survivors": "fit",
     "parameter_distances": "fit",
+    "pass_at_k": "evaluate.code",
     "plain_svd": "fit",
     "pooled": "fit",
     "prune_lowest": "method",
     "quadratic_subset": "fit",
     "reduced_rank": "fit",
+    "required_names": "evaluate.code",
     "run": "run",
     "same_layer_control": "calibration",
     "slot_cost": "fit",
@@ -213,6 +240,7 @@ _MODULE_OF = {
     "super_experts": "calibration",
     "top_neurons": "fit",
     "whitened_svd": "fit",
+    "whole_program": "evaluate.extract",
     "with_residual_bias": "fit",
 }
 

@@ -150,7 +150,13 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     fit.add_argument("--fit-blocks", type=int, help="as --blocks")
     fit.add_argument("--fit-length", type=int, help="as --length")
     fit.add_argument("--fit-draw", help="as --draw")
-    run.add_argument("--suite", action="append", help="suite by name or path (may be repeated; default: all shipped)")
+    run.add_argument(
+        "--suite",
+        action="append",
+        metavar="NAME[=SOURCE]",
+        help="suite by name or path (may be repeated; default: the tiny world's); SOURCE of data that are not shipped: "
+        "a file, hub:ID[@REV] or evalplus:NAME",
+    )
     run.add_argument("--seed", type=int, default=0, help="seed of random selections (default %(default)s)")
     run.add_argument("--out", type=Path, default=Path("results"), help="records folder (default %(default)s)")
     _add_machine(run)
@@ -172,6 +178,11 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--experts-implementation", help="of transformers: eager (default on cpu), grouped_mm (elsewhere) or batched_mm"
     )
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward (default %(default)s)")
+    parser.add_argument(
+        "--unsafe-local",
+        action="store_true",
+        help="run generated programs without the sandbox; recorded, and never on the board",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
 
 
@@ -219,7 +230,7 @@ def _write(*texts: str) -> None:
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens")
+    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local")
     return {name: getattr(options, name) for name in names}
 
 
@@ -398,6 +409,8 @@ def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
     state = "already there" if reused else f"{record['volatile']['seconds']:.1f} s"
     megabytes = record["storage"]["total"] / 1e6
     summary = f"{len(checks)} integrity checks passed, {megabytes:.2f} MB stored, {record['status']}, {state}"
+    if "sandbox" in record["volatile"]:
+        summary += f"\nprograms ran in: {record['volatile']['sandbox']}"
     return f"{table}\n{summary}\n{folder}"
 
 
@@ -537,6 +550,7 @@ def _check_env(_options: argparse.Namespace) -> Result:
         rows.append(
             {"what": "torch threads", "state": str(torch.get_num_threads()), "need": "OMP_NUM_THREADS=1 advised"}
         )
+    rows.append({"what": "sandbox", "state": _sandbox_state(), "need": "for suites that run programs"})
     rows.append({"what": "chromium", "state": shutil.which("chromium") or "missing", "need": "optional, for tests"})
     text = "\n".join(f"{row['what']:14} {row['state']:24} {row['need']}" for row in rows)
     if not missing:
@@ -544,6 +558,16 @@ def _check_env(_options: argparse.Namespace) -> Result:
     error = PrerequisiteError(f"missing: {', '.join(missing)}", fix="pip install prunebench")
     print(f"prunebench check-env: {error}", file=sys.stderr)
     return error.exit_code, rows, text
+
+
+def _sandbox_state() -> str:
+    """The sandbox's name and versions, or why there is none."""
+    from prunebench.sandbox import boxed
+
+    try:
+        return boxed().name
+    except PrerequisiteError as error:
+        return f"missing: {error.what}"
 
 
 if __name__ == "__main__":

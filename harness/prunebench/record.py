@@ -40,6 +40,7 @@ __all__ = [
     "RECORD_FILE",
     "SCHEMA",
     "STATES",
+    "UNSAFE_LOCAL",
     "Item",
     "ItemTable",
     "LeftOut",
@@ -62,6 +63,8 @@ __all__ = [
 SCHEMA: Final = 1
 RECORD_FILE: Final = "record.json"
 ITEMS_FILE: Final = "items.parquet"
+UNSAFE_LOCAL: Final = "unsafe-local"
+"""`identity.executor` of a run whose programs had no sandbox; a run in the sandbox states no executor."""
 
 _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "schema": (int,),
@@ -173,6 +176,8 @@ def _validate_identity(identity: Mapping[str, Any], where: str) -> None:
     for key in ("method", "operator"):
         name = (identity[key] or {"name": ""}).get("name")
         _require(isinstance(name, str), f"identity.{key}.name is {name!r}", where, "text")
+    executor = identity.get("executor", UNSAFE_LOCAL)
+    _require(executor == UNSAFE_LOCAL, f"identity.executor is {executor!r}", where, f"{UNSAFE_LOCAL}, or none stated")
     suites = identity["suites"]
     fine = isinstance(suites, dict) and all(isinstance(suite, dict) for suite in suites.values())
     _require(fine, f"identity.suites is {suites!r}", where, "an object per suite")

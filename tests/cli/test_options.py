@@ -15,6 +15,7 @@ MACHINE = {
     "--device-map",
     "--experts-implementation",
     "--batch-tokens",
+    "--unsafe-local",
     "--dry-run",
 }
 

@@ -27,10 +27,11 @@ from prunebench.loader import load_method, load_method_class, load_suite, parse_
 from prunebench.mask import Budget, GroupPolicy, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
-from prunebench.record import RECORD_FILE, read_run
+from prunebench.record import RECORD_FILE, UNSAFE_LOCAL, read_run
 from prunebench.routing import Convention, Scale
 from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.sources import ModelFiles
+from prunebench.sandbox import boxed
 from prunebench.storage import read_headers
 from prunebench.suite import Suite, suite_content
 
@@ -81,7 +82,7 @@ class ArmSpec:
         fit_blocks: another number of blocks.
         fit_length: another length of a block.
         fit_draw: another draw.
-        suites: by name or path.
+        suites: by name or path; `name=source` for data that are not shipped.
         limit: only the first items of each task; makes the run partial.
         seed: of everything random.
         device: where the model runs.
@@ -89,6 +90,7 @@ class ArmSpec:
         device_map: `auto`, or None.
         experts_implementation: of transformers, or None for the device's default.
         batch_tokens: padded tokens per forward.
+        unsafe_local: run generated programs without the sandbox; such a run never reaches the board.
     """
 
     model: str
@@ -121,6 +123,7 @@ class ArmSpec:
     device_map: str | None = None
     experts_implementation: str | None = None
     batch_tokens: int = 8192
+    unsafe_local: bool = False
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -194,6 +197,8 @@ class ArmSpec:
                 name += f"-{value}"
         if self.limit is not None:
             name += f"-limit{self.limit}"
+        if self.unsafe_local:
+            name += "-unsafe_local"
         # Resolved, so that "." and ".." are folders with names, and never parts of the path.
         model = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model.replace("/", "--")
         return f"{_file_name(model)}/{_file_name(name)}"
@@ -236,7 +241,7 @@ def _is_a(value: object, hint: Any) -> bool:
 
 
 def _in_words(hint: Any) -> str:
-    words = {int: "a whole number", str: "a text", types.NoneType: "None"}
+    words = {int: "a whole number", str: "a text", bool: "true or false", types.NoneType: "None"}
     if isinstance(hint, types.UnionType):
         return " or ".join(words[member] for member in typing.get_args(hint))
     return words.get(hint, "a tuple of texts")
@@ -333,6 +338,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     _check_settings(spec)
     asked = (spec.calibration, spec.fit_calibration)
     suites = _suites(spec.suites)
+    _check_sandbox(spec, suites)
     method = _method(spec.method, spec.parameters)
     operator = _method(spec.operator, spec.operator_parameters) or method
     scale = Scale.parse(spec.scale) if spec.scale is not None else None
@@ -426,6 +432,9 @@ def _known(arm: PreparedArm, name: str, files: ModelFiles) -> dict[str, Any]:
     }
     if spec.groups != ArmSpec.groups:
         known["groups"] = spec.groups
+    if spec.unsafe_local:
+        # Stated only where it departs: a sandbox is what every other record's programs ran in, or would have.
+        known["executor"] = UNSAFE_LOCAL
     if arm.elsewhere is not None:
         known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(arm.elsewhere)}
     if arm.mask is not None:
@@ -434,6 +443,15 @@ def _known(arm: PreparedArm, name: str, files: ModelFiles) -> dict[str, Any]:
         known["mask"] = None
     plain: dict[str, Any] = json.loads(canonical_json(known))
     return plain
+
+
+def _check_sandbox(spec: ArmSpec, suites: tuple[Suite, ...]) -> None:
+    """Refuse, before any weight is read, to run programs where there is no sandbox, unless that was asked for."""
+    running = [suite.name for suite in suites if suite.runs_programs]
+    if spec.unsafe_local and not running:
+        raise UsageError("no suite runs programs", where=", ".join(spec.suites), fix="leave --unsafe-local out")
+    if running and not spec.unsafe_local:
+        boxed()
 
 
 def calibrations_json(

@@ -52,6 +52,7 @@ from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.recording import git_state, record_of, routing_of
 from prunebench.run.selection import choose_mask
 from prunebench.run.sources import calibration_tokens
+from prunebench.sandbox import OPEN, boxed
 from prunebench.suite import Suite
 
 __all__ = ["Outcome", "Session", "check_writable", "finished", "run"]
@@ -148,6 +149,7 @@ class Session:
             "processor": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
             "git": git_state(),
+            **self._executor(arm),
         }
         write_run(folder, record, items)
         if fitted is not None and fitted.checkpoint is not None:
@@ -155,6 +157,13 @@ class Session:
         return Outcome(folder, read_run(folder), reused=False)
 
     # --- steps
+
+    def _executor(self, arm: PreparedArm) -> dict[str, Any]:
+        """Where programs ran, if any did. It is no part of the identity: the sandbox's version changes no verdict."""
+        if not any(suite.runs_programs for suite in arm.suites):
+            return {}
+        box = OPEN if arm.spec.unsafe_local else boxed()
+        return {"sandbox": box.name, "python": platform.python_version()}
 
     def _report(self, what: str, done: int, total: int) -> None:
         if self.progress is not None:
@@ -364,7 +373,14 @@ class Session:
     ) -> tuple[list[Item], list[Check], dict[int, dict[str, float]]]:
         """All items, the checks that need an evaluation, and the counters by layer."""
         spec = arm.spec
-        evaluation = Evaluation(loaded.moe.model, loaded.tokenizer, spec.batch_tokens, spec.limit, self.progress)
+        evaluation = Evaluation(
+            loaded.moe.model,
+            loaded.tokenizer,
+            spec.batch_tokens,
+            spec.limit,
+            self.progress,
+            unsafe_local=spec.unsafe_local,
+        )
         # The dense model runs without any hook: what the others are compared with is not touched at all.
         context = installed(loaded.moe, plan, policy=arm.policy) if plan is not None else nullcontext()
         with context as instrument:

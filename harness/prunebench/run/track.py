@@ -10,8 +10,8 @@
     calibration = { text = "world:general", blocks = 256, length = 128, draws = ["A"] }
 
 Every model also gets its dense arm, first. `operator@scale` sets the gate scale, and `name(parameter=value, …)` the
-parameters of a criterion or operator, as in `tilt(rank=8)`. A track that is no single product of
-ratios, masks and operators has grids, which take from the track what they do not say themselves (`models` of a grid are some of the track's):
+parameters of a criterion or operator, as in `tilt(rank=8)`. A track that is no single product of ratios, masks and
+operators has grids, which take from the track what they do not say themselves (their `models` are some of the track's):
 
     [[grid]]                               # the mask held, the operator fitted anew
     masks = ["mone"]
