@@ -163,9 +163,10 @@ def fits(evidence: Evidence) -> Section:
         prose("""
             Share of the constant's squared error on calibration tokens that a fill removes (%): in-sample / in-sample,
             experts weighted by n·E[G²]·tr Σ / the same held out, fitted on even blocks and scored on odd ones. Only
-            experts that a fill answers for have weight: of MoRA's, those with a proxy. conmoe-functional chooses, and
-            fits nothing that could be held out; its negative shares say that a survivor is further off than the mean.
-            Of calibration tokens, not test items: no interval. A dash: nothing has weight.
+            experts that a fill answers for have weight: of MoRA's, those with a proxy. Where the even blocks alone have
+            too few tokens for a tilt, its held-out share is 0, however well it fits on all. conmoe-functional chooses,
+            and fits nothing that could be held out; its negative shares say that a survivor is further off than the
+            mean. Of calibration tokens, not test items: no interval. A dash: nothing has weight.
         """),
         f"By layer, MoNE's mask of general draw A, {percent(HELD)} pruned:",
         _layer_table(evidence),

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 __all__ = ["exact_p", "rank_correlation"]
 
 _MOST: Final = 8  # points: 8! orders are tried out
+_DIGITS: Final = 9
 _ROUNDING: Final = 1e-9
 
 
 def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
-    """Ranks about their mean; equal values share the mean of theirs."""
-    values_N = np.asarray(values, dtype=np.float64)
+    """Ranks about their mean; values that are equal but for rounding share the mean of theirs."""
+    values_N = np.round(np.asarray(values, dtype=np.float64), _DIGITS)
     below_N = np.sum(values_N[:, None] > values_N[None, :], axis=1)
     equal_N = np.sum(values_N[:, None] == values_N[None, :], axis=1)
     ranks_N: NDArray[np.float64] = below_N + equal_N / 2 - len(values_N) / 2

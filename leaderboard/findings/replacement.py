@@ -80,9 +80,14 @@ class _Best:
     below: frozenset[str]
     near: int
 
+    @property
+    def leads(self) -> bool:
+        """Whether all others, of which there are some, are detectably below."""
+        return not self.near and bool(self.below)
+
     def __str__(self) -> str:
         names = " = ".join(self.best) if len(self.best) <= _MANY else f"{len(self.best)} with one score"
-        return f"{names}*" if not self.near else f"{names} (+{self.near})"
+        return f"{names} (+{self.near})" if self.near else names + "*" * self.leads
 
 
 def replacement(evidence: Evidence) -> Section:
@@ -172,7 +177,7 @@ def replacement(evidence: Evidence) -> Section:
         _everywhere_table(settings, best, everywhere),
         prose(f"""
             The best of constant, tilt and trained-scale rerouting on MoNE's / REAP's mask, {percent(HELD)} pruned;
-            * where both others are detectably below it. seen: one is best, or ties for best, on both. reversed: the
+            * where all others are detectably below. seen: one is best, or ties for best, on both. reversed: the
             best differ, both with *. not detectable: the best differ otherwise.
         """),
         grid_table(same, plain),
@@ -284,9 +289,9 @@ def _everywhere_table(
 
 def _same(evidence: Evidence, model: Model, suite: Suite) -> Cell:
     leaders = [_ranked(evidence, Setting(model, HELD, criterion), suite, _THREE) for criterion in MASKS]
-    text = " / ".join(" = ".join(one.best) + "*" * (not one.near and len(one.best) == 1) for one in leaders)
+    text = " / ".join(" = ".join(one.best) + "*" * one.leads for one in leaders)
     contrasts = len(leaders) * (len(_THREE) - 1)
     if frozenset.intersection(*(frozenset(one.best) for one in leaders)):
         return Cell(text, Verdict.SEEN, contrasts=contrasts)
-    apart = all(not one.near and len(one.best) == 1 for one in leaders)
+    apart = all(one.leads for one in leaders)
     return Cell(text, Verdict.REVERSED if apart else Verdict.OPEN, contrasts=contrasts)

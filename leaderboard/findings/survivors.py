@@ -39,7 +39,7 @@ __all__ = ["survivors"]
 
 _OUTCOMES: Final = ("functional", "nearest already best", "folds disagree", "empty fold")
 _QUANTILES: Final = (0, 50, 90, 100)
-_ACCEPTED: Final = 3 / 832  # the largest share of proxies that the paper accepts
+_FEW: Final = 0.05  # proxies that are almost none; one of 32 pruned experts is 0.03
 _PAIRS: Final = {operator: OTHER if operator == COMPEL_OTHER else TRAINED for operator in SURVIVORS}
 _CLAIMED_BELOW_CONSTANT: Final = (NEAREST, FUNCTIONAL)
 _REROUTE_CLAIMS: Final = {
@@ -147,8 +147,8 @@ def survivors(evidence: Evidence) -> Section:
         grid_table(remaps, _REMAPS),
         prose("""
             MoRA's proxies, MoNE's mask / REAP's mask: pruned experts with a survivor whose held-out R² exceeds the
-            threshold, of all pruned; R² of the best survivor of each expert that has tokens. seen: on both masks at
-            most 3 of 832 are accepted, the paper's largest share; else not seen.
+            threshold, of all pruned; R² of the best survivor of each expert that has tokens. seen: on both masks fewer
+            than one in twenty are accepted; else not seen.
         """),
         grid_table(proxies, _PROXIES),
     )
@@ -232,5 +232,5 @@ def _proxy(evidence: Evidence, model: Model, ratio: str, column: str) -> Cell:
             }[column]
         )
     if column == "verdict":
-        return Cell("", Verdict.SEEN if max(shares) <= _ACCEPTED else Verdict.ABSENT)
+        return Cell("", Verdict.SEEN if max(shares) < _FEW else Verdict.ABSENT)
     return Cell(" / ".join(texts))

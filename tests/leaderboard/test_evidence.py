@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.packing import pack
 
 ROOT = Path(__file__).parents[2]
 
@@ -227,6 +228,15 @@ def test_the_same_records_give_the_same_bytes_wherever_they_are(findings, record
     assert pages[0] == pages[1]
     assert str(tmp_path).encode() not in pages[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "here.md", "there", "there.md"]
+
+
+def test_packed_runs_give_the_page_that_they_gave_before(findings, records, tmp_path):
+    for path in sorted(records.glob("*/*"))[::7]:
+        shutil.copytree(path, tmp_path / "runs" / path.parent.name / path.name)
+    pages = [findings.page.write_results(tmp_path / "runs", tmp_path / "before.md").path.read_bytes()]
+    assert pack(tmp_path / "runs").after < sum(file.stat().st_size for file in records.rglob("*.parquet"))
+    pages.append(findings.page.write_results(tmp_path / "runs", tmp_path / "after.md").path.read_bytes())
+    assert pages[0] == pages[1]
 
 
 def test_the_command_writes_the_page_and_answers_with_exit_codes(findings, maker, quick, tmp_path, capsys):
