@@ -24,12 +24,9 @@ _LIMITS: Final = (
         "The tilt's gain is less mask-dependent than rerouting's; SGE's and frequency's masks (§4.2, Table 5)",
         "runs of the tilt on masks of SGE and frequency",
     ),
+    _Limit("The tilt goes on rising with rank, to 128 (§4.3)", "runs of higher ranks"),
     _Limit(
-        "The tilt goes on rising with rank, to 128 (§4.3)",
-        "runs of higher ranks, which experts of this size do not have room for",
-    ),
-    _Limit(
-        "Two more experts per layer; whitened SVD at four times the budget; the tilt of that rank (§4.3, App. C)",
+        "Two more experts kept per layer; whitened SVD at four times the budget; the tilt at it (§4.3, App. C)",
         "runs of them",
     ),
     _Limit(

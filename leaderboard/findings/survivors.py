@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-from leaderboard.findings.evidence import RATIOS, SUITES, Evidence, Model, Suite
+from leaderboard.findings.evidence import RATIOS, SUITES, Evidence, Model, NotMeasurableError, Suite
 from leaderboard.findings.operators import (
     COMPEL,
     COMPEL_OTHER,
@@ -188,6 +188,10 @@ def _remap(evidence: Evidence, model: Model, ratio: str, column: str) -> Cell:
         nearest, functional = (
             evidence.part(Setting(model, ratio, criterion).arm(operator), "remap") for operator in (NEAREST, FUNCTIONAL)
         )
+        if any(
+            targets.keys() != functional["layers"].get(layer, {}).keys() for layer, targets in nearest["layers"].items()
+        ):
+            raise NotMeasurableError(f"{NEAREST} and {FUNCTIONAL} of {model.name} answer for other experts")
         moves.add(int(np.sign(functional["targets"] - nearest["targets"])))
         pairs = [
             (target, functional["layers"][layer][expert])

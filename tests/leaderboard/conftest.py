@@ -12,7 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("page", "evidence", "verdicts", "drift", "text", "generation", "operators", "ranks", "fits", "__main__")
+MODULES = (
+    "page",
+    "evidence",
+    "verdicts",
+    "drift",
+    "text",
+    "generation",
+    "operators",
+    "ranks",
+    "fits",
+    "budgets",
+    "settings",
+    "__main__",
+)
 
 
 def _module(name):
