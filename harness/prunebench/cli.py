@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
 
 __all__ = ["main"]
 
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default %(default)s)")
     _add_run(verb("run", "run one arm: calibrate, prune, prove, evaluate, record"))
     _add_grid(verb("grid", "run all arms of a track; resumes where it was stopped"))
+    add_mask_verbs(verbs.add_parser("mask", help="choose masks without running them, and look at them"))
 
     _add_compare(
         verb(
@@ -105,25 +107,7 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--model", required=True, help="zoo name, folder with config.json, or hub id org/name[@revision]")
-    run.add_argument("--method", help="criterion by name or path of its file; leave out for the dense model")
-    run.add_argument(
-        "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the method (may be repeated)"
-    )
-    run.add_argument("--ratio", help="share of each layer's experts to prune, such as 0.5")
-    run.add_argument("--keep", type=int, help="experts to keep in each layer, instead of --ratio")
-    run.add_argument(
-        "--scope",
-        default="layer",
-        choices=["layer", "group", "global"],
-        help="what the budget counts over: each layer (default), each router group, or the whole model",
-    )
-    run.add_argument(
-        "--protect",
-        metavar="EXPERTS",
-        help="experts that stay, others going in their place: LAYER:EXPERT,… or super or super-relative, as found",
-    )
-    run.add_argument("--spare", metavar="EXPERTS", help="the same with nobody going in their place: a smaller mask")
+    add_selection(run)
     run.add_argument("--mask", metavar="FILE", help="a mask file, or a run's folder, instead of the method's selection")
     run.add_argument("--operator", help="file that says what answers pruned slots; the method's own by default")
     run.add_argument(
@@ -141,10 +125,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         choices=["frozen", "reselect"],
         help="who chooses a group-limited router's groups: the unpruned router (default), or its rule among survivors",
     )
-    run.add_argument("--text", default="world:general", help="calibration: world:DOMAIN, file:PATH, hub:ID@REV:FIELD")
-    run.add_argument("--blocks", type=int, default=256, help="calibration blocks (default %(default)s)")
-    run.add_argument("--length", type=int, default=128, help="tokens per block (default %(default)s)")
-    run.add_argument("--draw", default="A", help="slice of the calibration text: A, B or C")
+    add_calibration(run)
     fit = run.add_argument_group("another calibration for what the operator is fitted on (default: the mask's)")
     fit.add_argument("--fit-text", help="as --text")
     fit.add_argument("--fit-blocks", type=int, help="as --blocks")
@@ -157,7 +138,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         help="suite by name or path (may be repeated; default: the tiny world's); SOURCE of data that are not shipped: "
         "a file, hub:ID[@REV] or evalplus:NAME",
     )
-    run.add_argument("--seed", type=int, default=0, help="seed of random selections (default %(default)s)")
     run.add_argument("--out", type=Path, default=Path("results"), help="records folder (default %(default)s)")
     _add_machine(run)
 
@@ -199,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = {
         "list": _list,
         "inspect": _inspect,
+        "mask": _mask,
         "params": _params,
         "run": _run,
         "grid": _grid,
@@ -298,6 +279,11 @@ def _inspect(options: argparse.Namespace) -> Result:
         options.model, folder, weights=not options.config_only, device=options.device, dtype=options.dtype
     )
     return 1 if report.self_check == "fail" else 0, report.to_json(), report.to_text()
+
+
+def _mask(options: argparse.Namespace) -> Result:
+    with _Progress() as progress:
+        return run_mask_verb(options, progress.step)
 
 
 def _params(options: argparse.Namespace) -> Result:

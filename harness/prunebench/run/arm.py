@@ -42,6 +42,7 @@ __all__ = [
     "budget_of",
     "matches",
     "prepare",
+    "read_mask",
 ]
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
@@ -359,7 +360,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         if method is not None and spec.mask is None:
             with same_torch(), naming_the_file(_method_files(method), frozenset()):
                 method.check_model(shapes, convention, budget)
-    mask, mask_name = _mask(spec.mask) if spec.mask is not None else (None, None)
+    mask, mask_name = read_mask(spec.mask) if spec.mask is not None else (None, None)
     if mask is not None:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
@@ -516,7 +517,7 @@ def _check_fit(spec: ArmSpec, operator: Method | None, fit: CalibrationSpec | No
         )
 
 
-def _mask(text: str) -> tuple[Mask, str]:
+def read_mask(text: str) -> tuple[Mask, str]:
     """A mask from its file or from a run's folder, and its name: the file's, or the criterion of that run."""
     path = Path(text)
     if not path.is_dir():

@@ -120,6 +120,22 @@ class Session:
         with naming_the_file(arm.method_files, frozenset(str(suite.file) for suite in arm.suites)):
             return self._execute(arm, folder)
 
+    def choose(self, arm: PreparedArm) -> Mask:
+        """The arm's mask, and nothing else; its `report` says how it came about.
+
+        Raises:
+            UsageError: bad input, or an arm without a criterion.
+        """
+        if arm.mask is not None or arm.method is None:
+            raise UsageError("no criterion to choose a mask by", fix="give a method that selects")
+        with naming_the_file(arm.method_files, frozenset()):
+            loaded = self._model(arm)
+            text = None if arm.calibration is None else self._tokens(arm, loaded)[arm.calibration]
+            needs = _choosing(arm)
+            scores = None if text is None or not needs else self._scores(arm, loaded, text, needs)
+            with same_torch():
+                return self._select(arm, arm.method, loaded, scores, text)
+
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()
         loaded = self._model(arm)
@@ -223,9 +239,7 @@ class Session:
         needs: dict[CalibrationSpec, list[Statistic]] = {}
         fit_needs = by_pass(arm.operator.replace_needs())
         fitting = (*fit_needs.score, *fit_needs.gradient, *(arm.elsewhere.replace_needs() if arm.elsewhere else ()))
-        choosing = arm.select_needs if arm.method is None or arm.method.schedule == "one_shot" else ()
-        choosing = (*choosing, *([OutputMax()] if arm.protects is not None else []))
-        for one, wanted in ((arm.calibration, choosing), (arm.fit, fitting)):
+        for one, wanted in ((arm.calibration, _choosing(arm)), (arm.fit, fitting)):
             if one is not None and wanted:
                 needs.setdefault(one, []).extend(wanted)
         scores = {one: self._scores(arm, loaded, tokens[one], wanted) for one, wanted in needs.items()}
@@ -425,6 +439,12 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
 
 
 # --- helpers
+
+
+def _choosing(arm: PreparedArm) -> tuple[Statistic, ...]:
+    """The statistics that a score or gradient pass measures for the mask."""
+    at_once = arm.select_needs if arm.method is None or arm.method.schedule == "one_shot" else ()
+    return (*at_once, *([OutputMax()] if arm.protects is not None else []))
 
 
 def _repeated(suites: Sequence[Suite], evaluation: Evaluation) -> Check:
