@@ -21,9 +21,10 @@ __all__ = ["Chosen", "export", "page", "read_masks"]
 GENERAL, DRAW = "world:general", "A"
 REFERENCES = ("mone", "reap", "frequency")
 TITLE = "# Masks: how far criteria agree"
-EXPLAINED = """Each cell: of the experts that the first mask prunes / keeps, the share (%) that the other prunes / keeps \
-too, over all layers. Criteria are defined in [criteria.md](../criteria.md); masks are of general draw A unless said \
-otherwise, and are files in [fixtures/masks](../../fixtures/masks). At 50 % the two shares are equal, as both sets are."""
+EXPLAINED = """Each cell: of the experts that the first mask prunes / keeps, the share (%) that the other prunes / \
+keeps too, over all layers. Criteria are defined in [criteria.md](../criteria.md); masks are of general draw A unless \
+said otherwise, and are files in [fixtures/masks](../../fixtures/masks). At 50 % the two shares are equal, as both \
+sets are."""
 
 
 @dataclass(frozen=True)
