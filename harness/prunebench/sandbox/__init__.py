@@ -15,9 +15,9 @@ Covered, and tested with programs that try it:
 - Harm: reading the user's files and environment, writing anywhere but a 16 MB tmpfs that vanishes with the case,
   network, other processes, new processes (threads are allowed), signals to anybody outside, mounts and namespaces,
   tracing, keys, System V IPC, BPF, io_uring. All that a program leaves behind ends with the case.
-- Exhaustion: CPU time (also with signal handlers and bare excepts), wall time, memory, file size, open files, messages,
+- Exhaustion: CPU time (also with signal handlers and bare excepts), idle time, memory, file size, open files, messages,
   output (which goes to /dev/null), stack overflows and crashes of the interpreter.
-- Load: limits are CPU time with a generous wall cap; a timeout is its own state, and is tried once more, alone.
+- Load: limits are CPU time, and a generous one on being idle; a timeout is its own state, and is tried again, alone.
 
 Not covered:
 

@@ -112,6 +112,7 @@ class Process:
     def __init__(self, popen: subprocess.Popen[bytes], information: int | None) -> None:
         self._popen, self._information = popen, information
         self._first_inside: int | None = None
+        self._parent = popen.pid
 
     def hold(self) -> None:
         """Take a handle on the box's first process, soon after the start: while it lives, its number is its own."""
@@ -120,8 +121,19 @@ class Process:
         with open(self._information, "rb") as file:  # noqa: PTH123 - a descriptor
             told = file.read()
         with contextlib.suppress(ValueError, ProcessLookupError):  # bubblewrap failed, or all is over
-            self._first_inside = os.pidfd_open(json.loads(told)["child-pid"])
+            self._parent = int(json.loads(told)["child-pid"])
+            self._first_inside = os.pidfd_open(self._parent)
         self._information = -1
+
+    def cpu_seconds(self) -> float:
+        """CPU time so far of the interpreter in the box, as /proc has it; 0 if it is gone."""
+        column, ticks = (1 if self._information is not None else None), 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                owner = int(fields[column]) if column is not None else int(folder.name)
+                ticks += (int(fields[11]) + int(fields[12])) * (owner == self._parent)
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         """End everything in the box. Its first process is killed: the kernel then ends the whole namespace with it."""

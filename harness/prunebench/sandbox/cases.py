@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Self
 
 from prunebench.errors import IntegrityError, PrerequisiteError
-from prunebench.sandbox.box import Box
+from prunebench.sandbox.box import Box, Process
 from prunebench.sandbox.inside.judge import LARGEST_REQUEST
 from prunebench.sandbox.inside.wire import Channel
 
@@ -41,7 +41,7 @@ __all__ = [
 CPU_SECONDS = 3
 """Of a program, its tests' calls included: what lm-eval gives it in wall time."""
 WALL_SECONDS = 60.0
-"""For programs that sleep, and for machines that are busy."""
+"""Without CPU time to speak of: for programs that sleep."""
 MEMORY_BYTES = 512 * 2**20
 FILE_BYTES = 2**20
 
@@ -53,6 +53,8 @@ _STARTS = 3
 # alike.
 _LIMIT_SIGNALS = (-signal.SIGXCPU, -signal.SIGKILL)
 _GRACE_SECONDS = 5.0
+# Idle is who used less of the time that passed, and no more than a start takes; who dawdles is ended at last.
+_IDLE_SHARE, _IDLE_SECONDS, _LONGEST_WAITS = 0.01, 0.05, 100
 
 FailureKind = Literal["syntax error", "undefined name", "type error", "wrong answer", "other error", "timeout"]
 _KINDS: Final[Mapping[str, FailureKind]] = {
@@ -102,7 +104,7 @@ class Case:
         cpu_seconds: of the program.
         cpu_factor: if above zero, the program may take this many times the preamble's CPU time in addition: that is
             where a reference is asked for the expected values.
-        wall_seconds: of the program, and ten times its CPU seconds if that is more.
+        wall_seconds: for which a program may be idle: it sleeps, or has stopped itself.
         memory_bytes: of the program.
     """
 
@@ -233,7 +235,7 @@ def _in_two_boxes(case: Case, box: Box) -> Verdict | None:
                 boxes.append(worker)
                 worker.hold()
                 pipes.close(calls.reading, replies.writing)
-                word = _word_from(host, said.reading, max(case.wall_seconds, 10.0 * (cpu_seconds - case.cpu_seconds)))
+                word = _word_or_idle(host, said.reading, case.wall_seconds, boxes)
                 if word.state == "died":
                     worker.wait_to_end(_GRACE_SECONDS)
         finally:
@@ -255,7 +257,7 @@ def _judged(word: _Word, codes: Sequence[int], cpu_seconds: int, case: Case) -> 
         case "broken":
             raise IntegrityError("a task's own tests cannot be run", where=case.name, fix=word.reason)
         case "late":
-            return Verdict("timeout", f"still running after {case.wall_seconds:g} s")
+            return Verdict("timeout", f"idle for {case.wall_seconds:g} s")
         case "died" if codes[1] in _LIMIT_SIGNALS:
             return Verdict("timeout", f"used {cpu_seconds} s of CPU time")
         case "died":
@@ -274,6 +276,23 @@ class _Word(NamedTuple):
 
     state: str
     reason: str
+
+
+def _word_or_idle(host: Channel, number: int, seconds: float, boxes: Sequence[Process]) -> _Word:
+    """The judge's next word; `late` if it and the program have been idle for `seconds`.
+
+    A machine may be so busy that a right program takes minutes. As long as it gets any CPU time worth the name, the
+    limit on that is what ends it.
+    """
+    used = 0.0
+    for _ in range(_LONGEST_WAITS):
+        word = _word_from(host, number, seconds)
+        if word.state != "late":
+            return word
+        before, used = used, sum(process.cpu_seconds() for process in boxes)
+        if used - before < max(_IDLE_SHARE * seconds, _IDLE_SECONDS):
+            break
+    return word
 
 
 def _word_from(host: Channel, number: int, seconds: float) -> _Word:
