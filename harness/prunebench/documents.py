@@ -19,7 +19,7 @@ from typing import Any
 
 from prunebench.errors import PrerequisiteError, UsageError
 
-__all__ = ["DATA_FOLDER", "ENDINGS", "Rows", "file_in", "read_rows", "source_or_default", "typed_inputs"]
+__all__ = ["DATA_FOLDER", "ENDINGS", "Rows", "file_in", "file_state", "read_rows", "source_or_default", "typed_inputs"]
 
 DATA_FOLDER = "PRUNEBENCH_DATA"
 """Environment variable: a folder of data files, looked into before the hub."""
@@ -47,6 +47,12 @@ def source_or_default(source: str | None, file: str, default: str) -> str:
 def file_in(folder: Path, file: str) -> str | None:
     """The path of a data file in a folder, by its name without ending; None if it is not there."""
     return next((str(path) for ending in ENDINGS if (path := folder / f"{file}{ending}").is_file()), None)
+
+
+def file_state(source: str) -> tuple[int, int] | None:
+    """What changes when a source that is a file does; None for any other."""
+    path = Path(source)
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None
 
 
 def read_rows(source: str, *, config: str | None = None, split: str = "test", group: str | None = None) -> Rows:

@@ -82,14 +82,11 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
-_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {
-    "fit": (dict,),
-    "remap": (dict,),
-    "edits": (dict,),
-    "evaluation": (dict,),
-}
-"""How a fit pass went, which survivors answer for whom, and which are edited; how texts were put to the model, where
-there are several ways. Runs without do not have it."""
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = dict.fromkeys(
+    ("fit", "remap", "edits", "selection", "evaluation"), (dict,)
+)
+"""How a fit pass went, which survivors answer for whom, which are edited, how the mask was chosen, how texts were put
+to the model where there are several ways; runs without do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),

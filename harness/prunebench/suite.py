@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from prunebench.documents import Rows, read_rows, source_or_default
+from prunebench.documents import Rows, file_state, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import canonical_json
 
@@ -195,8 +195,7 @@ class DataSuite(Suite):
         config = self.task_file(task).config
         split = str(config["test_split"])
         where = source_or_default(self.source, self.data_name, self.default_source or f"hub:{config['dataset_path']}")
-        path = Path(where)
-        key = (where, (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None)
+        key = (where, file_state(where))
         if key not in self._read:
             rows = read_rows(where, config=config.get("dataset_name"), split=split)
             self._read.clear()
@@ -221,6 +220,7 @@ def suite_content(suite: Suite) -> str:
     """16 hex digits over the suite's Python file, its task files and their data: all that can change an outcome.
 
     Data that are not shipped count by their documents, so that one data set is one identity, wherever it came from.
+    A rule for BOS counts where it is not the tiny world's, whose suites' digests are of their files alone.
 
     Raises:
         PrerequisiteError: if one of the files is missing.
@@ -238,4 +238,6 @@ def suite_content(suite: Suite) -> str:
         if (documents := suite.documents(task)) is not None:
             content = canonical_json(documents).encode(errors="surrogatepass")
             digest.update(f"{task}\0{len(content)}\0".encode() + content)
+    if suite.bos != Suite.bos:
+        digest.update(f"bos\0{suite.bos}\0".encode())
     return digest.hexdigest()[:16]

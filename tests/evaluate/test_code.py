@@ -160,7 +160,7 @@ VALUES: tuple[Any, ...] = (
 @pytest.mark.parametrize("atol", [0, 1e-4])
 def test_outputs_agree_when_evalplus_says_so(evalplus_says, atol):
     for expected in VALUES:
-        theirs = [evalplus_says("f", [[0]], [output], [expected], atol)[0] for output in map(_literal, VALUES)]
+        theirs = [evalplus_says("mbpp", "f", [[0]], [output], [expected], atol)[0] for output in map(_literal, VALUES)]
         ours = [_agrees(output, expected, atol) for output in VALUES]
         for output, one, other in zip(VALUES, ours, theirs, strict=True):
             assert one == other, (output, expected, atol)

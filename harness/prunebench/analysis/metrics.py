@@ -19,6 +19,7 @@ __all__ = [
     "RATIOS",
     "Cell",
     "Headline",
+    "as_published",
     "cell_sampled",
     "clusters_of",
     "headline_cells",
@@ -107,15 +108,23 @@ def _cluster(detail: str, doc: int) -> str:
     return f"document {doc}"
 
 
+def as_published(metric: str, one: Sampled) -> Sampled:
+    """The published statistic of one that was sampled as exp(Σ values / Σ weights), or as a mean.
+
+    Logarithms are taken again rather than not exponentiated first, so that all metrics are resampled by one function.
+    """
+    if metric not in RATIOS:
+        return one
+    return Sampled(one.value - 1, one.draws_B - 1, one.n) if metric == "excess_ppl" else one.log()
+
+
 def cell_sampled(rows: ItemTable, *, seed: int = SEED, resamples: int = RESAMPLES) -> Sampled:
     """The statistic of one cell, given its rows in `paired_order`."""
     metric = str(rows.metric[0])
     weights = rows.weight if lower_is_better(metric) else None
     key = {"suite": str(rows.suite[0]), "task": str(rows.task[0])}
     one = sampled(rows.value, weights, clusters=clusters_of(rows), **key, seed=seed, resamples=resamples)
-    if metric not in RATIOS:
-        return one
-    return Sampled(one.value - 1, one.draws_B - 1, one.n) if metric == "excess_ppl" else one.log()
+    return as_published(metric, one)
 
 
 def suite_mean(cells: Mapping[Cell, Sampled], wanted: Iterable[Cell], suite: str) -> Sampled:

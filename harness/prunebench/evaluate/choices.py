@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from prunebench.analysis.answers import is_tie, predicted, rounded
 from prunebench.evaluate.engine import Evaluation, Score
 from prunebench.evaluate.sources import TaskSuite
-from prunebench.evaluate.tasks import Answer
-from prunebench.record import Item, content_hash
+from prunebench.evaluate.tasks import Answer, common_detail
+from prunebench.record import Item
 
-__all__ = ["ChoiceSuite", "choice_items", "common_detail"]
+__all__ = ["ChoiceSuite", "choice_items"]
 
 
 def choice_items(answer: Answer) -> list[Item]:
@@ -48,14 +47,6 @@ def choice_items(answer: Answer) -> list[Item]:
         state = ("ok" if value else "wrong") if valid else "invalid"
         items.append(answer.item(metric, value, state, {**detail, "prediction": prediction}))
     return items
-
-
-def common_detail(answer: Answer) -> Mapping[str, Any]:
-    """What every row's detail says of its question: the hash of the target, and tokens cut off if any were."""
-    stated: dict[str, Any] = {"target_hash": f"{content_hash(answer.target):016x}"}
-    if answer.dropped:
-        stated["dropped"] = answer.dropped
-    return stated
 
 
 class ChoiceSuite(TaskSuite):

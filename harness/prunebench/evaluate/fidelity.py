@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-from prunebench.documents import DATA_FOLDER, read_rows, source_or_default
+from prunebench.documents import DATA_FOLDER, file_state, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.evaluate.engine import Divergence, Evaluation, Pair
 from prunebench.evaluate.reading import finite_or_stop
@@ -77,8 +76,7 @@ class PairSuite(Suite):
                 expected="a file of rows: axis, covered, and context and continuation, or messages",
                 fix=f"give --suite {self.name}=FILE, or {self.name}.jsonl in the folder {DATA_FOLDER}",
             )
-        path = Path(where)
-        key = (where, (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None)
+        key = (where, file_state(where))
         if key not in self._read:
             self._read.clear()
             self._read[key] = {"test": self._placed(where)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from prunebench.errors import IntegrityError
 from prunebench.evaluate.engine import PassageScore
-from prunebench.evaluate.tasks import Answer
+from prunebench.evaluate.tasks import Answer, common_detail
 from prunebench.record import Item
 
 __all__ = ["finite_or_stop", "reading_items"]
@@ -28,7 +28,7 @@ def reading_items(answer: Answer, weights: Mapping[str, int], detail: Mapping[st
     (score,) = answer.responses
     assert isinstance(score, PassageScore)
     (nats,) = finite_or_stop([-score.loglikelihood], f"{answer.task}, document {answer.doc['id']}")
-    stated = {"tokens": score.tokens, "loglikelihood": score.loglikelihood, **detail}
+    stated = {"tokens": score.tokens, "loglikelihood": score.loglikelihood, **common_detail(answer), **detail}
     return [answer.item(metric, nats, "ok", stated, weight=weight) for metric, weight in weights.items()]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from prunebench.documents import DATA_FOLDER, ENDINGS, Rows, file_in, read_rows, source_or_default
+from prunebench.documents import DATA_FOLDER, ENDINGS, Rows, file_in, file_state, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.suite import Suite
 
@@ -71,7 +71,7 @@ class TaskSuite(Suite):
         """
         config = self.task_file(task).config
         places = {split: self._place(config, split) for split in splits_of(config, self.shots_of(config))}
-        key = [(where, _state(where)) for where in places.values()]
+        key = [(where, file_state(where)) for where in places.values()]
         if task not in self._read or self._read[task][0] != key:
             self._read[task] = (key, {split: self._documents(task, where, split) for split, where in places.items()})
         return self._read[task][1]
@@ -133,9 +133,3 @@ class TaskSuite(Suite):
         if not documents:
             raise UsageError("no documents", where=f"suite {self.name}, {where}", expected=f"the rows of {task}")
         return documents
-
-
-def _state(where: str) -> tuple[int, int] | None:
-    """What changes when a file does."""
-    path = Path(where)
-    return (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None

@@ -23,7 +23,7 @@ from prunebench.mask import canonical_json
 from prunebench.record import Item, content_hash
 from prunebench.suite import Suite, TaskFile
 
-__all__ = ["Answer", "ask", "load_task"]
+__all__ = ["Answer", "ask", "common_detail", "load_task"]
 
 FEWSHOT_SEED = 1234
 """lm-eval's own."""
@@ -88,6 +88,14 @@ class Answer:
             state=state,
             detail=canonical_json(detail),
         )
+
+
+def common_detail(answer: Answer) -> Mapping[str, Any]:
+    """What every row's detail says of its question: the hash of the target, and tokens cut off if any were."""
+    stated: dict[str, Any] = {"target_hash": f"{content_hash(answer.target):016x}"}
+    if answer.dropped:
+        stated["dropped"] = answer.dropped
+    return stated
 
 
 def _read_documents(path: Path) -> list[dict[str, Any]]:

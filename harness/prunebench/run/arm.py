@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, Statistic
+from prunebench.calibration.massive import MassiveRule
 from prunebench.errors import UsageError
 from prunebench.evaluate import ENGINE_VERSION, Sampling
 from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
@@ -41,6 +42,7 @@ __all__ = [
     "budget_of",
     "matches",
     "prepare",
+    "read_mask",
 ]
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
@@ -69,6 +71,10 @@ class ArmSpec:
             rule, anew among the survivors).
         ratio: share of experts pruned per layer, as typed.
         keep: experts kept per layer.
+        scope: what the budget counts over: `layer`, `group` (router groups) or `global`.
+        protect: experts that may not be pruned, others going in their place: `LAYER:EXPERT,…`, or `super` or
+            `super-relative`, the super experts found on the calibration text.
+        spare: the same with nobody going in their place, so that the mask is smaller.
         text: calibration text that the mask is chosen on, and operators are fitted on if no `fit_text` is given.
         blocks: calibration blocks per draw.
         length: tokens per block.
@@ -102,6 +108,9 @@ class ArmSpec:
     groups: str = "frozen"
     ratio: str | None = None
     keep: int | None = None
+    scope: str = "layer"
+    protect: str | None = None
+    spare: str | None = None
     text: str = "world:general"
     blocks: int = 256
     length: int = 128
@@ -181,6 +190,9 @@ class ArmSpec:
                 self._mask_part if self.mask else Path(str(self.method)).stem,
                 *self.parameters,
                 amount,
+                None if self.scope == ArmSpec.scope else self.scope,
+                f"protect={self.protect}" if self.protect else None,
+                f"spare={self.spare}" if self.spare else None,
                 operator,
                 *self.operator_parameters,
                 f"layers={self.operator_layers}" if self.operator_layers else None,
@@ -274,6 +286,7 @@ class PreparedArm:
         elsewhere: the operator of the layers that `operator_layers` leaves out; None if there are none.
         scale: overriding scale, or None.
         budget: how many experts go, or None.
+        protects: the rule that finds the super experts that stay; None if none are looked for.
         select_needs: statistics that the mask is chosen by; none if it is given.
         replace_needs: statistics that the operator is fitted by, and the one of the other layers.
         calibration: what the mask is chosen on; None if it is given, or chosen without statistics.
@@ -294,6 +307,7 @@ class PreparedArm:
     elsewhere: Method | None
     scale: Scale | None
     budget: Budget | None
+    protects: MassiveRule | None
     select_needs: tuple[Statistic, ...]
     replace_needs: tuple[Statistic, ...]
     calibration: CalibrationSpec | None
@@ -343,11 +357,13 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     method = _method(spec.method, spec.parameters)
     operator = _method(spec.operator, spec.operator_parameters) or method
     scale = Scale.parse(spec.scale) if spec.scale is not None else None
-    budget = budget_of(spec.ratio, spec.keep)
+    budget = _budget(spec)
     _check_combination(spec, method, operator, scale)
     elsewhere = _method(ELSEWHERE, ()) if spec.only_in else None
     select_needs, replace_needs = _needs(method if spec.mask is None else None, operator, elsewhere)
-    calibration = spec.calibration if select_needs else None
+    layerwise = spec.mask is None and method is not None and method.schedule != "one_shot"
+    protects = _SUPER.get(spec.protect or spec.spare or "")
+    calibration = spec.calibration if select_needs or layerwise or protects is not None else None
     fit = spec.fit_calibration if replace_needs or (operator is not None and operator.visits) else None
     _check_fit(spec, operator, fit)
     source = resolve_model(spec.model)
@@ -355,7 +371,10 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     shapes, convention = files.peek()
     if budget is not None:
         budget.check(shapes)
-    mask, mask_name = _mask(spec.mask) if spec.mask is not None else (None, None)
+        if method is not None and spec.mask is None:
+            with same_torch(), naming_the_file(_method_files(method), frozenset()):
+                method.check_model(shapes, convention, budget)
+    mask, mask_name = read_mask(spec.mask) if spec.mask is not None else (None, None)
     if mask is not None:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
@@ -373,36 +392,9 @@ def prepare(spec: ArmSpec) -> PreparedArm:
                 expected=f"at most {positions} tokens per block",
             )
     read_headers(files.folder)  # whole safetensors, of which the record will state the bytes
-    tokenizer_sha256 = files.tokenizer_sha256()
+    files.tokenizer_sha256()  # that there is a tokenizer
     tokens = {one: files.calibration_tokens(one) for one in asked if not one.text.startswith("hub:")}
-    implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
-    known: dict[str, Any] = {
-        "engine": ENGINE_VERSION,
-        "model": {
-            "name": source.name,
-            "weights_sha256": files.weights_sha256(),
-            "tokenizer_sha256": tokenizer_sha256,
-            "shape": model_shape_text(shapes),
-        },
-        "method": _described(method),
-        "operator": _described(operator, scale),
-        "budget": budget.to_json() if budget is not None else None,
-        "calibration": None if operator is None else calibrations_json(calibration, fit, tokens),
-        "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in suites},
-        "dtype": spec.dtype,
-        "device": f"map:{spec.device_map}" if spec.device_map else spec.device.partition(":")[0],
-        "experts_implementation": implementation,
-        "batch_tokens": spec.batch_tokens,
-        "limit": spec.limit,
-        "seed": spec.seed,
-    }
-    known.update(_departures(spec, elsewhere))
-    if mask is not None:
-        known["mask"] = {"digest": mask.digest, "source": "file"}
-    elif operator is None:
-        known["mask"] = None
-    known = json.loads(canonical_json(known))  # tuples as lists, as a record has them
-    return PreparedArm(
+    arm = PreparedArm(
         spec=spec,
         folder=files.folder,
         shapes=shapes,
@@ -414,29 +406,61 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         elsewhere=elsewhere,
         scale=scale,
         budget=budget,
+        protects=protects,
         select_needs=select_needs,
         replace_needs=replace_needs,
         calibration=calibration,
         fit=fit,
         tokens=tokens,
         suites=suites,
-        known=known,
+        known={},
     )
+    return replace(arm, known=_known(arm, source.name, files))
 
 
-def _departures(spec: ArmSpec, elsewhere: Method | None) -> dict[str, Any]:
-    """What an identity states only where it departs from what every other record did."""
-    stated: dict[str, Any] = {name: True for name in ("truncate", "chat_template") if getattr(spec, name)}
+def _known(arm: PreparedArm, name: str, files: ModelFiles) -> dict[str, Any]:
+    """The arm's identity as far as it is known before the mask is, as JSON data: tuples as lists, as a record has them.
+
+    A field that only some arms have is there only where it is asked for, so that other arms stay who they are.
+    """
+    spec = arm.spec
+    implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
+    known: dict[str, Any] = {
+        "engine": ENGINE_VERSION,
+        "model": {
+            "name": name,
+            "weights_sha256": files.weights_sha256(),
+            "tokenizer_sha256": files.tokenizer_sha256(),
+            "shape": model_shape_text(arm.shapes),
+        },
+        "method": _described(arm.method),
+        "operator": _described(arm.operator, arm.scale),
+        "budget": None if arm.budget is None else _budget_json(arm.budget, spec),
+        "calibration": None if arm.operator is None else calibrations_json(arm.calibration, arm.fit, arm.tokens),
+        "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in arm.suites},
+        "dtype": spec.dtype,
+        "device": f"map:{spec.device_map}" if spec.device_map else spec.device.partition(":")[0],
+        "experts_implementation": implementation,
+        "batch_tokens": spec.batch_tokens,
+        "limit": spec.limit,
+        "seed": spec.seed,
+    }
     if spec.groups != ArmSpec.groups:
-        stated["groups"] = spec.groups
-    if elsewhere is not None:
-        stated["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(elsewhere)}
+        known["groups"] = spec.groups
     if spec.unsafe_local:
-        # A sandbox is what every other record's programs ran in, or would have.
-        stated["executor"] = UNSAFE_LOCAL
+        # Stated only where it departs: a sandbox is what every other record's programs ran in, or would have.
+        known["executor"] = UNSAFE_LOCAL
+    if arm.elsewhere is not None:
+        known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(arm.elsewhere)}
+    known |= {name: True for name in ("truncate", "chat_template") if getattr(spec, name)}
     if spec.drawn is not None:
-        stated["sampling"] = spec.drawn.to_json()
-    return stated
+        known["sampling"] = spec.drawn.to_json()
+    if arm.mask is not None:
+        known["mask"] = {"digest": arm.mask.digest, "source": "file"}
+    elif arm.operator is None:
+        known["mask"] = None
+    plain: dict[str, Any] = json.loads(canonical_json(known))
+    return plain
 
 
 def _check_sandbox(spec: ArmSpec, suites: tuple[Suite, ...]) -> None:
@@ -510,7 +534,7 @@ def _check_fit(spec: ArmSpec, operator: Method | None, fit: CalibrationSpec | No
         )
 
 
-def _mask(text: str) -> tuple[Mask, str]:
+def read_mask(text: str) -> tuple[Mask, str]:
     """A mask from its file or from a run's folder, and its name: the file's, or the criterion of that run."""
     path = Path(text)
     if not path.is_dir():
@@ -526,7 +550,7 @@ def _mask(text: str) -> tuple[Mask, str]:
 def _check_reference(scale: Scale, shapes: tuple[LayerShape, ...], budget: Budget | None, mask: Mask | None) -> None:
     """Refuse a reference set that is larger than the survivors of a layer."""
     for shape in shapes:
-        gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.pruned_count(shape) if budget else 0
+        gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.most_pruned(shape) if budget else 0
         scale.check_possible(shape.experts - gone, where=f"layer {shape.index}")
 
 
@@ -562,13 +586,55 @@ def _needs(selects: Method | None, *operators: Method | None) -> tuple[Needs, Ne
         return tuple(choosing), tuple({one.name: one for one in reversed(fitting)}.values())[::-1]
 
 
-def budget_of(ratio: str | None, keep: int | None) -> Budget | None:
+def budget_of(ratio: str | None, keep: int | None, **more: Any) -> Budget | None:
     """The budget of a ratio as typed or a number of experts kept, if either is given."""
     if ratio is not None and keep is not None:
         raise UsageError("both ratio and keep are given", expected="one of them")
     if ratio is not None:
-        return Budget.of_ratio(ratio)
-    return Budget(keep=keep) if keep is not None else None
+        return Budget.of_ratio(ratio, **more)
+    return Budget(keep=keep, **more) if keep is not None else None
+
+
+_SUPER: dict[str, MassiveRule] = {"super": "absolute", "super-relative": "relative"}
+
+
+def _budget(spec: ArmSpec) -> Budget | None:
+    if spec.ratio is None and spec.keep is None:
+        for name in ("scope", "protect", "spare"):
+            if getattr(spec, name) != getattr(ArmSpec, name):
+                raise UsageError(f"{name} belongs to no budget", fix="give --ratio or --keep, or leave it out")
+        return None
+    if spec.protect and spec.spare:
+        raise UsageError("both protect and spare are given", expected="one of them")
+    more: dict[str, Any] = {
+        "scope": spec.scope,
+        "protected": _pairs(spec.protect or spec.spare),
+        "make_up": spec.spare is None,
+    }
+    return budget_of(spec.ratio, spec.keep, **more)
+
+
+def _pairs(text: str | None) -> dict[int, frozenset[int]]:
+    """Experts as typed, `3:54,4:38`; none where they are looked for in the model."""
+    if text is None or text in _SUPER:
+        return {}
+    pairs: dict[int, set[int]] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+):(\d+)", part.strip())
+        if match is None:
+            raise UsageError(
+                f"protected expert {part!r}", expected=f"LAYER:EXPERT, such as 3:54, or {' or '.join(_SUPER)}"
+            )
+        pairs.setdefault(int(match[1]), set()).add(int(match[2]))
+    return {index: frozenset(ids) for index, ids in pairs.items()}
+
+
+def _budget_json(budget: Budget, spec: ArmSpec) -> dict[str, Any]:
+    """The budget as it goes into an identity: super experts by the rule that finds them."""
+    asked = spec.protect or spec.spare
+    if asked not in _SUPER:
+        return budget.to_json()
+    return {**budget.to_json(), "protected": asked, **({} if budget.make_up else {"make_up": False})}
 
 
 def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | None, scale: Scale | None) -> None:
@@ -595,6 +661,10 @@ def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | 
             )
         if not budget:
             raise UsageError("nothing says how many experts go", fix="give --ratio, such as 0.5, or --keep")
+        if method.schedule != "one_shot" and spec.scope == "global":
+            raise UsageError(
+                f"{method.name} sees one layer at a time, so no budget can be global", fix="leave --scope global out"
+            )
     if scale is not None and operator is not None and operator.keeps_slots():
         raise UsageError(
             f"scale {scale} has no meaning for {operator.name}",

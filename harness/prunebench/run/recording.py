@@ -42,7 +42,7 @@ def record_of(
     fitted: FittedPlan | None = None,
     protocol: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields; `fit` is there only if a fit pass was."""
+    """The record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
     spec = arm.spec
     identity = {
         **arm.known,
@@ -50,6 +50,7 @@ def record_of(
         "mask": None if plan is None else {"digest": plan.mask.digest, "source": mask_source},
     }
     headline = {suite.name: [list(cell) for cell in suite.cells] for suite in arm.suites}
+    odd = oddities(items)
     return {
         "schema": SCHEMA,
         "status": "complete" if spec.limit is None else "partial",
@@ -74,10 +75,11 @@ def record_of(
         "mask": None if plan is None else plan.mask.to_json(),
         "tensors": {} if plan is None else plan.manifest(),
         "provenance": _provenance(),
-        **({} if protocol is None else {"evaluation": {**protocol, "items": oddities(items)}}),
+        **({} if protocol is None and not odd else {"evaluation": {**(protocol or {}), "items": odd}}),
         **({} if fitted is None else {"fit": fitted.to_json()}),
         **({} if plan is None or not plan.edits else {"edits": plan.edit_manifest()}),
         **({} if plan is None else _remap(plan, fitted)),
+        **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
     }
 
 
@@ -88,7 +90,7 @@ def oddities(items: Sequence[Item]) -> dict[str, dict[str, int]]:
         detail = json.loads(item.detail)
         question = (item.task, item.item)
         for what, is_so in (
-            ("invalid", item.state == "invalid"),
+            ("invalid", _is_invalid(item, detail)),
             ("ties", "tie" in detail),
             ("spans", "spans" in detail),
             ("truncated", "dropped" in detail),
@@ -96,6 +98,11 @@ def oddities(items: Sequence[Item]) -> dict[str, dict[str, int]]:
             if is_so:
                 found.setdefault(item.suite, {}).setdefault(what, set()).add(question)
     return {suite: {what: len(which) for what, which in kinds.items()} for suite, kinds in found.items()}
+
+
+def _is_invalid(item: Item, detail: Mapping[str, Any]) -> bool:
+    """Whether the model's logits were no numbers, in the words of any suite."""
+    return item.state == "invalid" or detail.get("finish") == "invalid" or None in detail.get("loglikelihoods", ())
 
 
 def _remap(plan: Plan, fitted: FittedPlan | None) -> dict[str, Any]:
@@ -195,8 +202,10 @@ def git_state() -> dict[str, Any] | None:
     root = content_root()
 
     def ask(*command: str) -> str | None:
+        # Without a lock: a killed run must not leave one behind in the user's checkout.
+        words = ["git", "--no-optional-locks", "-C", str(root), *command]
         try:
-            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True)  # noqa: S607
+            done = subprocess.run(words, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()

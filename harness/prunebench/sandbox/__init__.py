@@ -17,7 +17,7 @@ Covered, and tested with programs that try it:
   tracing, keys, System V IPC, BPF, io_uring. All that a program leaves behind ends with the case.
 - Exhaustion: CPU time (also with signal handlers and bare excepts), idle time, memory, file size, open files, messages,
   output (which goes to /dev/null), stack overflows and crashes of the interpreter.
-- Load: limits are CPU time, and a generous one on being idle; a timeout is its own state, and is tried once more, alone.
+- Load: limits are CPU time, and a generous one on being idle; a timeout is its own state, and is tried again, alone.
 
 Not covered:
 
