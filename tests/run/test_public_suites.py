@@ -182,6 +182,23 @@ def test_nan_in_a_choice_flags_the_run_and_keeps_it_off_the_board(ask, tmp_path,
     assert "NaN" in str(left_out[0])
 
 
+def test_nan_in_the_tiny_world_flags_the_run_too(spec, tmp_path, monkeypatch):
+    """Its suites have a state of their own for it."""
+    score = Evaluation._score_batch
+
+    def poisoned(self, rows):
+        logprobs, greedy = score(self, rows)
+        logprobs[0] = float("nan")
+        return logprobs, greedy
+
+    monkeypatch.setattr(Evaluation, "_score_batch", poisoned)
+    run = Session(tmp_path).execute(prepare(spec(suites=("multiple_choice",), limit=2))).run
+    counted = run.record["evaluation"]
+    assert set(counted) == {"items"}
+    assert run.invalid == counted["items"]["multiple_choice"]["invalid"] > 0
+    assert recompute(run).agrees
+
+
 @pytest.mark.parametrize("column", ["value", "detail", "state"])
 def test_an_altered_item_or_number_does_not_pass(ask, tmp_path, column):
     run = Session(tmp_path).execute(ask("hellaswag", method=None, ratio=None)).run

@@ -106,6 +106,16 @@ def test_a_folder_the_data_folder_and_the_hub_give_one_identity(name, folder, mo
     assert asked
 
 
+def test_a_rule_for_bos_is_part_of_the_content_but_for_the_tiny_worlds(folder, monkeypatch):
+    public, tiny = load_suite(f"hellaswag={folder}"), load_suite("multiple_choice")
+    assert (public.bos, tiny.bos) == ("tokenizer", "always")
+    contents = suite_content(public), suite_content(tiny)
+    monkeypatch.setattr(type(public), "bos", "always")
+    monkeypatch.setattr(type(tiny), "bos", "tokenizer")
+    assert suite_content(public) != contents[0]
+    assert suite_content(tiny) != contents[1]
+
+
 def test_without_any_source_the_hub_is_asked_and_offline_that_is_one_clear_line(monkeypatch):
     monkeypatch.delenv("PRUNEBENCH_DATA", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
