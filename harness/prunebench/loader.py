@@ -38,9 +38,11 @@ __all__ = [
     "Source",
     "available",
     "content_root",
+    "load_class_of",
     "load_method",
     "load_method_class",
     "load_suite",
+    "make",
     "parse_parameters",
     "resolve_model",
     "resolve_track",
@@ -370,6 +372,30 @@ def load_method(name_or_path: str, parameters: Mapping[str, object] | None = Non
         UsageError: as `load_method_class`; for an unknown, missing or wrong parameter.
     """
     return _instance(load_method_class(name_or_path), parameters or {})
+
+
+def load_class_of(path: Path, name: str) -> type[Method]:
+    """A method class by its name in a file that may define several, such as a test's.
+
+    Raises:
+        UsageError: as `load_method_class`; no such class.
+    """
+    from prunebench.method import Method
+
+    found = vars(_load_file("methods", path)).get(name)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UsageError(f"no method class {name!r}", where=str(path), expected="a class at module level")
+    _check_class(path, found)
+    return found
+
+
+def make(cls: type[Method], parameters: Mapping[str, object]) -> Method:
+    """A method of a class, with these parameters.
+
+    Raises:
+        UsageError: for an unknown, missing or wrong parameter.
+    """
+    return _instance(cls, parameters)
 
 
 def load_suite(name_or_path: str) -> Suite:

@@ -269,6 +269,10 @@ class Method(ABC):
     reference: ClassVar[str] = ""
     visits: ClassVar[bool] = False
     """Whether `replace` reads routed tokens by `LayerView.accumulate`."""
+    nested: ClassVar[bool] = False
+    """A claim, which is checked: a larger budget prunes the same experts and more."""
+    independent_layers: ClassVar[bool] = False
+    """A claim, which is checked: what a layer loses does not depend on other layers."""
 
     def select_needs(self) -> tuple[Statistic, ...]:
         """Statistics that `select` reads, of every expert."""
