@@ -52,6 +52,8 @@ OPTIONS = {
     "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
+    "check": {"--cards", "--expect", "--json", "--markdown", "--only", "--param", "FILE"},
+    "new-method": {"--folder", "--json", "NAME"},
     "check-env": {"--json"},
 }
 

@@ -5,6 +5,8 @@ functions in `checks`, each with a broken twin in tests/conformance that fails i
 random models and say nothing about whether a method is any good, or whether its formula is the one that was meant.
 """
 
+from prunebench.conformance.card import card, index, rules
+from prunebench.conformance.new import write_template
 from prunebench.conformance.registry import CHECKS, GROUPS, Check
 from prunebench.conformance.result import ConformanceError, Fault, Report, Result
 from prunebench.conformance.runner import check_method, parametrize_with_checks, report_of
@@ -19,7 +21,11 @@ __all__ = [
     "Limits",
     "Report",
     "Result",
+    "card",
     "check_method",
+    "index",
     "parametrize_with_checks",
     "report_of",
+    "rules",
+    "write_template",
 ]

@@ -59,7 +59,7 @@ class Case:
 
 
 def _text(family: str) -> Tensor:
-    return random_ids(_BLOCKS, _LENGTH, seed=SEEDS.get(family, 1))
+    return random_ids(_BLOCKS, _LENGTH, seed=SEEDS[family]) if family in SEEDS else random_ids(2, _LENGTH)
 
 
 @lru_cache(maxsize=128)
@@ -70,15 +70,11 @@ def case(kind: str, family: str) -> Case:
     experts answer zero; `huge`: a million times as much; `few`: two tokens of text, so that most experts are never
     routed to; `tied`: its statistics are as if all experts were alike; `one`: top-1; `wide`: sixteen experts.
     """
-    if kind == "plain":
-        moe = opened_model(family, experts=EXPERTS, top_k=TOP_K)
-        return Case(f"a random {family}, {EXPERTS} experts, top-{moe.layers[0].top_k}", moe, _text(family))
-    if kind == "one":
-        moe = opened_model(family, experts=EXPERTS, top_k=1)
-        return Case(f"a random {family}, {EXPERTS} experts, top-1", moe, _text(family))
-    if kind == "wide":
-        moe = opened_model(family, experts=2 * EXPERTS, top_k=TOP_K)
-        return Case(f"a random {family}, {2 * EXPERTS} experts, top-{TOP_K}", moe, random_ids(_BLOCKS, _LENGTH))
+    sizes = {"plain": (EXPERTS, TOP_K), "one": (EXPERTS, 1), "wide": (2 * EXPERTS, TOP_K)}
+    if kind in sizes:
+        experts, top_k = sizes[kind]
+        moe = opened_model(family, experts=experts, top_k=top_k)
+        return Case(f"a random {family}, {experts} experts, top-{moe.layers[0].top_k}", moe, _text(family))
     plain = case("plain", family)
     if kind == "few":
         return Case(f"{plain.words}, two tokens of text", plain.moe, random_ids(1, 2))
@@ -121,6 +117,6 @@ def first_batch(family: str) -> TokenBatch:
         del layer
         seen.append(batch)
 
-    with torch.inference_mode(), Instrument(plain.moe, observer=look):
+    with torch.no_grad(), Instrument(plain.moe, observer=look):
         plain.moe.model(input_ids=plain.ids_BL, use_cache=False)
     return copy.deepcopy(seen[0])

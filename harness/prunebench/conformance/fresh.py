@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from torch import Tensor
 import prunebench
 from prunebench.conformance.cases import HOMES, case
 from prunebench.conformance.result import Fault
-from prunebench.conformance.subject import HALF, Subject, Trial, left_behind, planned, selected
+from prunebench.conformance.subject import HALF, Subject, Trial, forget_passes, left_behind, planned, selected
 from prunebench.conformance.watch import watching
 from prunebench.errors import PrerequisiteError, PruneBenchError
 from prunebench.mask import Mask
@@ -38,7 +39,9 @@ from prunebench.replacement import Survivor
 
 __all__ = ["FreshRun", "in_fresh_process", "probe_rows"]
 
-_SECONDS = 120.0
+# A job's CPU time; and how long it may wait for that on a busy machine.
+_CPU_SECONDS = 120
+_PATIENCE = 900.0
 _ROWS = 6
 
 
@@ -54,6 +57,7 @@ class FreshRun:
     Args:
         mask: selected there; an operator's is the one that was given.
         plan: answered there on the mask from here, before `select` had run.
+        threaded: mask and plan again, on two threads.
         answers: of the fills that were saved here, rebuilt there, on `probe_rows`; or why they could not be.
         import_effects: what loading the file did beside defining.
         megabytes: by which memory peaked above what was there; None where the system does not say.
@@ -61,27 +65,28 @@ class FreshRun:
 
     mask: Mask
     plan: Plan
+    threaded: tuple[Mask, Plan]
     answers: list[Tensor] | str
     import_effects: list[str]
     megabytes: float | None
 
 
-def in_fresh_process(subject: Subject, *, threads: int = 1) -> FreshRun:
-    """The method's run on its plain case in another process; asked for once per number of threads.
+def in_fresh_process(subject: Subject) -> FreshRun:
+    """The method's run on its plain case in another process; asked for once.
 
     Raises:
         Fault: it died, hung or raised there.
         NotApplicable: its class cannot be found in its file.
     """
-    key = ("fresh", threads)
+    key = ("fresh",)
     if key not in subject.kept:
-        subject.kept[key] = _asked(subject, threads), None
+        subject.kept[key] = _asked(subject), None
     found, _ = subject.kept[key]
     assert isinstance(found, FreshRun)
     return found
 
 
-def _asked(subject: Subject, threads: int) -> FreshRun:
+def _asked(subject: Subject) -> FreshRun:
     kind, mask, plan = subject.in_its_file, subject.mask(), subject.plan()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -93,7 +98,6 @@ def _asked(subject: Subject, threads: int) -> FreshRun:
             "parameters": subject.method.parameters(),
             "family": subject.home,
             "mask": mask.to_json(),
-            "threads": threads,
         }
         answer = _server().ask(job)
         if "error" in answer:
@@ -110,6 +114,7 @@ def _asked(subject: Subject, threads: int) -> FreshRun:
         return FreshRun(
             Mask.from_json(answer["mask"]),
             Plan.load(folder / "plan.safetensors"),
+            (Mask.from_json(answer["threaded"]), Plan.load(folder / "threaded.safetensors")),
             answers,
             list(answer["effects"]),
             answer["megabytes"],
@@ -146,7 +151,7 @@ class _Server:
         try:
             self.process.stdin.write(json.dumps(job) + "\n")
             self.process.stdin.flush()
-            ready, _, _ = select.select([self.process.stdout], [], [], 2 * _SECONDS)
+            ready, _, _ = select.select([self.process.stdout], [], [], 2 * _PATIENCE)
             line = self.process.stdout.readline() if ready else ""
         except BrokenPipeError:
             line = ""
@@ -193,7 +198,7 @@ def _serve(answers: IO[str]) -> None:
         child = os.fork()
         if child == 0:
             _work(job, result)
-        answer = {"error": f"it ended without an answer, or took more than {_SECONDS:g} s"}
+        answer = {"error": f"it ended without an answer, or took more than {_CPU_SECONDS} s of CPU time"}
         if _ended(child) and result.is_file():
             answer = json.loads(result.read_text(encoding="utf-8"))
         answers.write(json.dumps(answer) + "\n")
@@ -202,7 +207,7 @@ def _serve(answers: IO[str]) -> None:
 
 def _ended(child: int) -> bool:
     """Wait for a child; kill it if it takes too long."""
-    until = time.monotonic() + _SECONDS
+    until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         if os.waitpid(child, os.WNOHANG)[0]:
             return True
@@ -214,19 +219,19 @@ def _ended(child: int) -> bool:
 
 def _work(job: Mapping[str, Any], result: Path) -> None:
     """Do a job in this process and end it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     try:
         answer = _done(job)
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, it has to be told
         answer = {"error": str(error) if isinstance(error, PruneBenchError) else f"{type(error).__name__}: {error}"}
     result.write_text(json.dumps(answer), encoding="utf-8")
-    os._exit(0)  # noqa: SLF001  a forked child must not run the server's exits
+    os._exit(0)  # a forked child must not run the server's exits
 
 
 def _done(job: Mapping[str, Any]) -> dict[str, Any]:
     from prunebench.loader import load_class_of, make
 
     folder, where = Path(job["folder"]), case("plain", job["family"])
-    torch.set_num_threads(job["threads"])
     loading = Trial()
     with left_behind(loading), watching(frozenset({job["file"]}), closely=True) as acts:
         kind = load_class_of(Path(job["file"]), job["class"])
@@ -236,12 +241,23 @@ def _done(job: Mapping[str, Any]) -> dict[str, Any]:
     unbuilt = _rebuilt(Plan.load(folder / "given.safetensors"), where.moe.layers[0].width, folder)
     method = make(kind, job["parameters"])
     mask, before = Mask.from_json(job["mask"]), _reset_peak()
-    planned(method, where, mask).save(folder / "plan.safetensors")
+    with left_behind(Trial(), where.moe):
+        planned(method, where, mask).save(folder / "plan.safetensors")
     if kind.selects():
         mask = selected(method, where, HALF, 0)
     peak = _status("VmHWM")
     megabytes = None if before is None or peak is None else (peak - before) / 1024
-    return {"mask": mask.to_json(), "effects": effects, "unbuilt": unbuilt, "megabytes": megabytes}
+    torch.set_num_threads(2)
+    forget_passes()
+    planned(method, where, mask).save(folder / "threaded.safetensors")
+    threaded = selected(method, where, HALF, 0) if kind.selects() else mask
+    return {
+        "mask": mask.to_json(),
+        "threaded": threaded.to_json(),
+        "effects": effects,
+        "unbuilt": unbuilt,
+        "megabytes": megabytes,
+    }
 
 
 def _rebuilt(plan: Plan, width: int, folder: Path) -> str:

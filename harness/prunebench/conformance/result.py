@@ -15,7 +15,7 @@ Outcome = Literal["passed", "failed", "not applicable", "not run", "expected fai
 _BAD: tuple[Outcome, ...] = ("failed", "stale")
 
 
-class Fault(PruneBenchError):
+class Fault(PruneBenchError):  # noqa: N818  it is the method's, not ours
     """A method breaks a rule.
 
     Args:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import prunebench.conformance.checks  # noqa: F401  puts them on the list
+from prunebench.conformance.cases import CONVENTIONS
 from prunebench.conformance.registry import CHECKS, Check
 from prunebench.conformance.result import Fault, NotApplicable, Report, Result
 from prunebench.conformance.subject import Limits, Subject
@@ -23,6 +24,7 @@ def report_of(
     expected_failures: Mapping[str, str] | None = None,
     only: Sequence[str] = (),
     limits: Limits | None = None,
+    routers: Sequence[str] = CONVENTIONS,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Run the checks and say what came out.
@@ -32,12 +34,13 @@ def report_of(
         expected_failures: check -> why it is right that it fails.
         only: names of checks; by default all.
         limits: of time and memory.
+        routers: families of models that it is tried on, of `prunebench.testing.FAMILIES`.
         progress: called with (check, done, total).
 
     Raises:
         UsageError: an unknown check, or an expected failure without a reason.
     """
-    subject = Subject(load_method(method) if isinstance(method, str) else method, limits)
+    subject = Subject(load_method(method) if isinstance(method, str) else method, limits, routers)
     expected = _expected(expected_failures or {})
     names = _known(only) or list(CHECKS)
     results = []
@@ -45,10 +48,7 @@ def report_of(
         if progress is not None:
             progress(name, number, len(names))
         results.append(_judged(outcome(subject, name), expected))
-    try:
-        source = subject.source
-    except UsageError as error:
-        raise UsageError(error.what, where=error.where, expected=error.expected, fix=error.fix) from error
+    source = subject.source
     return Report(
         str(subject.method.name), source.path.name, source.sha256, subject.method.parameters(), tuple(results)
     )

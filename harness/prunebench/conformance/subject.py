@@ -27,7 +27,7 @@ from torch import Tensor
 
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, by_pass
 from prunebench.calibration.score import distinct, settings_of
-from prunebench.conformance.cases import EXPERTS, HOMES, Case, case
+from prunebench.conformance.cases import CONVENTIONS, EXPERTS, HOMES, Case, case
 from prunebench.conformance.result import Fault, NotApplicable, Refusal, Result
 from prunebench.conformance.watch import Act, watching
 from prunebench.errors import PruneBenchError, UsageError
@@ -45,6 +45,7 @@ __all__ = [
     "Limits",
     "Subject",
     "Trial",
+    "forget_passes",
     "left_behind",
     "planned",
     "required",
@@ -139,10 +140,11 @@ class Subject:
     Args:
         method: with the parameters that it is checked with.
         limits: of time and memory.
+        routers: families that it is tried on.
     """
 
-    def __init__(self, method: Method, limits: Limits | None = None) -> None:
-        self.method, self.limits = method, limits or Limits()
+    def __init__(self, method: Method, limits: Limits | None = None, routers: Sequence[str] = CONVENTIONS) -> None:
+        self.method, self.limits, self.routers = method, limits or Limits(), routers
         self.results: dict[str, Result] = {}
         self.refused: dict[str, str] = {}
         self.kept: dict[tuple[Any, ...], Any] = {}
@@ -248,9 +250,7 @@ class Subject:
         key = self._key(kind, {"family": family, "budget": budget, "seed": seed, "again": again, "change": change})
         trial = self._trials.setdefault(key, Trial())
         watched = self._watched(trial, change)
-        return self._once(
-            ("mask", *key), trial, where, lambda: selected(watched, where, budget, seed)
-        )
+        return self._once(("mask", *key), trial, where, lambda: selected(watched, where, budget, seed))
 
     def plan(
         self,
@@ -278,9 +278,10 @@ class Subject:
         """The pruned model's logits on the case's text, and what its layers counted."""
         plan = self.plan(kind, **options)
         where = case(kind, options.get("family") or self.home)
-        return self._once(
-            ("logits", *self._key(kind, options)), Trial(), where, lambda: _run(where.moe, plan, where.ids_BL)
-        )
+        key = self._key(kind, options)
+        memo = ("logits", plan.mask.digest, *key)
+        trial = self._trials.setdefault(key, Trial())
+        return self._once(memo, trial, where, lambda: _run(where.moe, plan, where.ids_BL), verbs=False)
 
     def alone(self) -> list[Mask]:
         """The masks of the plain case's layers, each selected as if it were the only one.
@@ -290,9 +291,7 @@ class Subject:
         """
         if _schedule(self.method) != "one_shot":
             raise NotApplicable("it is asked about one layer at a time anyway")
-        where, needs = case("plain", self.home), self.method.select_needs()
-        views = _views(where, self.method)
-        del needs
+        views = _views(case("plain", self.home), self.method)
         return [self.method.select([view], HALF, rng=np.random.default_rng(0)) for view in views]
 
     @property
@@ -307,10 +306,12 @@ class Subject:
         given = {name: options.get(name, value) for name, value in usual.items()}
         return (kind, options.get("family") or self.home, repr(given))
 
-    def _once(self, key: tuple[Any, ...], trial: Trial, where: Case, work: Callable[[], _Value]) -> _Value:
-        """Do it once; what it returned or raised stays."""
+    def _once(
+        self, key: tuple[Any, ...], trial: Trial, where: Case, work: Callable[[], _Value], *, verbs: bool = True
+    ) -> _Value:
+        """Do it once; what it returned or raised stays. Verbs are watched closely where acts are looked for."""
         if key not in self.kept:
-            closely = any(where is case("plain", family) for family in HOMES)
+            closely = verbs and any(where is case("plain", family) for family in HOMES)
             with left_behind(trial, where.moe), watching(self.files, closely=closely) as acts:
                 try:
                     self.kept[key] = work(), None
@@ -390,19 +391,22 @@ def _replace(view: LayerView, stats: Statistics) -> LayerView:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values hold the same numbers, whatever they are made of."""
+    fine: bool
     if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other, equal_nan=one.dtype.kind == "f"))
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if hasattr(one, "__dict__"):
-        return same(vars(one), vars(other))
-    return bool(one == other)
+        fine = False
+    elif isinstance(one, Tensor):
+        fine = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    elif isinstance(one, np.ndarray):
+        fine = np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+    elif isinstance(one, Mapping):
+        fine = list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    elif isinstance(one, list | tuple):
+        fine = len(one) == len(other) and all(map(same, one, other))
+    elif hasattr(one, "__dict__"):
+        fine = same(vars(one), vars(other))
+    else:
+        fine = bool(one == other)
+    return fine
 
 
 def _every_other(moe: MoEModel, budget: Budget) -> Mask:
@@ -427,12 +431,17 @@ def scores_of(where: Case, needs: Sequence[Statistic]) -> ScoreResult | None:
     missing = [one for name, one in needed.items() if any((*keys[name], index) not in _PASSES for index in layers)]
     found = score(where.moe, missing, ids_BL=where.ids_BL).layers if missing else {}
     for name, one in needed.items():
-        for index in layers:
+        for index, of_layer in layers.items():
             measured = found[index][name] if one in missing else _PASSES[*keys[name], index]
             if type(one).__module__.startswith("prunebench."):
                 _PASSES[*keys[name], index] = measured
-            layers[index][name] = _tied(measured) if where.tied else measured
+            of_layer[name] = _tied(measured) if where.tied else measured
     return ScoreResult(where.ids_BL.numel(), layers) if needed else None
+
+
+def forget_passes() -> None:
+    """Measure everything anew from here on."""
+    _PASSES.clear()
 
 
 def _tied(statistic: Statistic) -> Statistic:

@@ -5,12 +5,14 @@ neither prunebench nor the import system stands between, since those act on its 
 names what honest authors do by mistake and what careless ones try. It is no sandbox.
 
 Covered: what passes through Python's audit events (open, listing and changing folders, sockets, subprocesses, forks,
-threads, frames, the garbage collector's lists, ctypes, environment and working directory), `time.sleep`, and torch's
-backward, however they were imported. Not covered: what native code does by itself, os.stat, waiting on locks.
+frames, the garbage collector's lists, ctypes, environment and working directory), and in verbs and statistics threads,
+`time.sleep` and torch's backward, however they were imported. Not covered: what native code does by itself, os.stat,
+waiting on locks.
 """
 
 from __future__ import annotations
 
+import _thread
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,11 @@ _KINDS = {
     ),
 }
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
+# Calls that raise no audit event in every version of Python; a profile function sees them.
+_CALLS: dict[Callable[..., Any], tuple[str, str]] = {
+    time.sleep: ("sleep", "time.sleep"),
+    _thread.start_new_thread: ("process", "a thread is started"),
+}
 # Modules through which a person looks at the stack; others look at it for reasons of their own.
 _LOOKERS = ("inspect.py", "traceback.py")
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -128,8 +135,8 @@ def watching(files: frozenset[str], *, closely: bool = False) -> Iterator[list[A
     backward, watcher, outer = _backward(), _Watcher(files), _watcher
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument is time.sleep:
-            watcher.note("sleep", "time.sleep", frame)
+        if event == "c_call" and argument in _CALLS:
+            watcher.note(*_CALLS[argument], frame)
         elif event == "call" and frame.f_code in backward:
             watcher.note("gradient", f"torch.autograd.{frame.f_code.co_name}", frame)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunebench.conformance.cases import CONVENTIONS, case
+from prunebench.conformance.cases import case
 from prunebench.conformance.fresh import in_fresh_process, probe_rows
 from prunebench.conformance.registry import check
 from prunebench.conformance.result import Fault, NotApplicable, Refusal
@@ -47,7 +47,9 @@ def _answer(fill: Fill, x_SD: Tensor, where: str) -> Tensor:
         with torch.inference_mode():
             y_SD = fill(x_SD.clone())
     except Exception as error:
-        raise Fault(f"{type(error).__name__}: {error}", where=f"{where}, {len(x_SD)} rows", expected="answers") from error
+        raise Fault(
+            f"{type(error).__name__}: {error}", where=f"{where}, {len(x_SD)} rows", expected="answers"
+        ) from error
     if not isinstance(y_SD, Tensor) or y_SD.shape != x_SD.shape:
         shape = list(y_SD.shape) if isinstance(y_SD, Tensor) else type(y_SD).__name__
         raise Fault(
@@ -190,7 +192,7 @@ def check_empty_mask(subject: Subject) -> None:
         raise Fault("logits or weights change", where="an empty mask", expected="the model as it was")
 
 
-@check("answers", after=("runs",))
+@check("answers", after=("runs", "fill_shapes", "declared_values"))
 def check_runs_installed(subject: Subject) -> None:
     """Installed, the pruned model passes the integrity checks of a run, with finite logits."""
     where, plan = case("plain", subject.home), subject.plan()
@@ -200,11 +202,11 @@ def check_runs_installed(subject: Subject) -> None:
         raise Fault("logits are not finite", where=where.words, expected="numbers", fix="look at fills and edits")
 
 
-@check("answers", after=("runs_installed",))
+@check("answers", after=("runs_installed", "original_ids", "fills_top_k"))
 def check_every_router(subject: Subject) -> None:
     """It works on a model of every router convention, or says in one line why not."""
     refused = {}
-    for family in CONVENTIONS:
+    for family in subject.routers:
         try:
             logits, _ = subject.logits(family=family)
         except Refusal as reason:
@@ -219,6 +221,6 @@ def check_every_router(subject: Subject) -> None:
             ) from fault
         if not logits.isfinite().all():
             raise Fault("logits are not finite", where=case("plain", family).words, expected="numbers")
-    if len(refused) == len(CONVENTIONS):
+    if len(refused) == len(subject.routers):
         raise NotApplicable("; ".join(f"{family}: {reason}" for family, reason in refused.items()))
     subject.refused.update(refused)

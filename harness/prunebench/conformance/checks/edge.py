@@ -23,7 +23,7 @@ def _holds(subject: Subject, kind: str, what: str, *, budget: Budget = HALF, fix
         raise Fault("logits are not finite", where=what, expected="numbers", fix=fix)
 
 
-@check("edge", after=("runs_installed",))
+@check("edge", after=("runs_installed", "exact_budget"))
 def check_never_routed(subject: Subject) -> None:
     """Experts that no token was routed to have a stated score and answer."""
     _holds(subject, "few", "two tokens of text", fix="divide by np.maximum(count, 1); say what such experts get")
@@ -41,13 +41,13 @@ def check_zero_outputs(subject: Subject) -> None:
     _holds(subject, "zero", "experts whose output is zero", fix="guard divisions by a norm or a sum")
 
 
-@check("edge", after=("runs_installed",))
+@check("edge", after=("runs_installed", "exact_budget"))
 def check_huge_outputs(subject: Subject) -> None:
     """Outputs a million times as large do not overflow."""
     _holds(subject, "huge", "outputs times 1e6", fix="work in float64, and with logarithms instead of exponentials")
 
 
-@check("edge", after=("runs_installed",))
+@check("edge", after=("runs_installed", "never_routed"))
 def check_single_survivor(subject: Subject) -> None:
     """A layer may keep one expert."""
     _holds(

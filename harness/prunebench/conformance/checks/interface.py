@@ -78,7 +78,7 @@ def check_frozen(subject: Subject) -> None:
     method = subject.method
     for name in [*method.parameters(), "another"]:
         try:
-            setattr(method, name, None)
+            setattr(method, name, getattr(method, name, None))
         except (dataclasses.FrozenInstanceError, AttributeError, TypeError):
             continue
         raise Fault(

@@ -1,4 +1,4 @@
-"""What must change neither mask nor answers: the numbering of experts, tiny noise, other layers, how the text is cut."""
+"""What must not change mask or answers: the numbering of experts, tiny noise, other layers, how the text is cut."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _own_statistics(subject: Subject) -> list[Statistic]:
     return [copy.deepcopy(one) for one in own if not one.after]
 
 
-@check("metamorphic")
+@check("metamorphic", after=("runs",))
 def check_statistics_only_look(subject: Subject) -> None:
     """A statistic of one's own leaves the batch as it was: the model goes on computing with it."""
     for statistic in _own_statistics(subject):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from prunebench.conformance.fresh import in_fresh_process
 from prunebench.conformance.registry import check
-from prunebench.conformance.result import Fault
+from prunebench.conformance.result import Fault, NotApplicable
 from prunebench.conformance.subject import Subject, Trial
+from prunebench.errors import PruneBenchError
 from prunebench.plan import Plan
 
 __all__: list[str] = []
 
 
 def _ran(subject: Subject) -> Trial:
-    """The trial of the plain case, after both of its halves."""
+    """The trial of the plain case, after all of its parts; a fill that does not run is another check's."""
     subject.plan()
+    with suppress(PruneBenchError, NotApplicable):
+        subject.logits()
     return subject.trial()
 
 
@@ -23,9 +28,7 @@ def _no_acts(subject: Subject, kind: str, expected: str, fix: str) -> None:
     """Raise at the first act of a kind."""
     for act in _ran(subject).acts:
         if act.kind == kind:
-            raise Fault(
-                f"{act.what}", where=f"{subject.source.path.name}:{act.line}", expected=expected, fix=fix
-            )
+            raise Fault(f"{act.what}", where=f"{subject.source.path.name}:{act.line}", expected=expected, fix=fix)
 
 
 @check("purity")
@@ -152,7 +155,7 @@ def _difference(one: Plan, other: Plan, *, exact: bool = True) -> str:
     return ""
 
 
-@check("purity", after=("same_seed",))
+@check("purity", after=("same_seed", "parameters"))
 def check_fresh_process(subject: Subject) -> None:
     """A new process, with other hashes and no history, selects the same mask."""
     found = in_fresh_process(subject)
@@ -179,16 +182,17 @@ def check_verbs_share_nothing(subject: Subject) -> None:
 @check("purity", after=("fresh_process", "verbs_share_nothing"))
 def check_threads(subject: Subject) -> None:
     """The mask is the same on two threads, and so are the answers up to rounding."""
-    found = in_fresh_process(subject, threads=2)
-    if found.mask != subject.mask() or (found.mask and _difference(subject.plan(), found.plan, exact=False)):
+    found = in_fresh_process(subject)
+    mask, plan = found.threaded
+    if mask != found.mask or _difference(found.plan, plan, exact=False):
         raise Fault(
-            f"mask {subject.mask().digest} on one thread, {found.mask.digest} on two, or other answers",
+            f"mask {found.mask.digest} on one thread, {mask.digest} on two, or other answers",
             expected="the same",
             fix="do not ask how many threads there are; sum in float64",
         )
 
 
-@check("purity", after=("runs",))
+@check("purity", after=("fresh_process",))
 def check_import_effects(subject: Subject) -> None:
     """Importing the file only defines things."""
     if effects := in_fresh_process(subject).import_effects:
@@ -198,4 +202,3 @@ def check_import_effects(subject: Subject) -> None:
             expected="definitions only",
             fix="move it into the verbs, or leave it out",
         )
-

@@ -10,7 +10,7 @@ from prunebench.conformance.registry import check
 from prunebench.conformance.result import Fault, NotApplicable, Refusal
 from prunebench.conformance.subject import HALF, Subject, required
 from prunebench.errors import UsageError
-from prunebench.mask import Budget, LayerShape, Mask
+from prunebench.mask import Budget, LayerShape, Mask, model_shape_text
 
 __all__: list[str] = []
 
@@ -26,15 +26,14 @@ def _counts(mask: Mask) -> list[int]:
 def check_original_ids(subject: Subject) -> None:
     """The mask names layers by the model's own indices and experts by their original ids."""
     shapes, mask = case("plain", _INDEXED).moe.shapes, subject.mask(family=_INDEXED)
-    try:
-        mask.check_fits(shapes, where=f"{type(subject.method).__name__}.select")
-    except UsageError as error:
+    found, wanted = [layer.index for layer in mask.layers], [shape.index for shape in shapes]
+    if found != wanted or mask.model_shape != model_shape_text(shapes):
         raise Fault(
-            error.what,
-            where=f"{error.where}, on a model whose MoE layers are {', '.join(str(s.index) for s in shapes)}",
-            expected="one entry per layer.shape that was handed, with its index",
+            f"a mask of layers {found}, for {mask.model_shape}",
+            where=f"{type(subject.method).__name__}.select",
+            expected=f"layers {wanted}, for {model_shape_text(shapes)}",
             fix="return Mask.for_shapes([layer.shape for layer in layers], {layer.index: ids})",
-        ) from error
+        )
 
 
 @check("selection", of="mask", after=("runs",))
@@ -58,18 +57,17 @@ def check_whole_budget(subject: Subject) -> None:
     """Counted over router groups or the whole model, as many go as the budget says, or it refuses in one line."""
     if "scope" not in Budget.__dataclass_fields__:
         raise NotApplicable("budgets are per layer")
-    for scope in ("group", "global"):
-        budget = Budget(keep=EXPERTS // 2, **{"scope": scope})
-        shapes = case("plain", subject.home).moe.shapes
+    for scope, wanted in (("group", 6), ("global", 7)):  # 0.45 of 8 twice, and of 16
+        budget = Budget.of_ratio("0.45", scope=scope)
         try:
             counts = _counts(subject.mask(budget=budget))
         except Refusal:
             continue
-        if sum(counts) != len(shapes) * EXPERTS // 2 or (scope == "group" and len(set(counts)) > 1):
+        if sum(counts) != wanted or (scope == "group" and len(set(counts)) > 1):
             raise Fault(
                 f"{counts} experts are pruned, by layer",
                 where=f"{type(subject.method).__name__}.select, {budget.to_json()}",
-                expected=f"{len(shapes) * EXPERTS // 2} in all",
+                expected=f"{wanted} in all",
                 fix="use prune_lowest, or refuse the scope by a UsageError",
             )
 
