@@ -44,6 +44,22 @@ def _module(path: str) -> ModuleType:
     return module
 
 
+def pytest_report_header() -> str:
+    """The first lines of a run say where generated programs run: there is no test of the sandbox that skips."""
+    from prunebench.errors import PrerequisiteError
+    from prunebench.sandbox import boxed
+
+    try:
+        return f"sandbox: {boxed().name}"
+    except PrerequisiteError as error:
+        return f"sandbox: MISSING, its tests will fail ({error})"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The last lines say it again: quiet runs have no header."""
+    terminalreporter.write_line(pytest_report_header())
+
+
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
     """What routers, experts and statistics compute, in float64, without prunebench."""

@@ -14,16 +14,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prunebench.calibration import CalibrationSpec as CalibrationSpec
     from prunebench.calibration import Count as Count
+    from prunebench.calibration import Deletion as Deletion
     from prunebench.calibration import Fisher as Fisher
+    from prunebench.calibration import FrozenRefillSums as FrozenRefillSums
     from prunebench.calibration import GateNormSum as GateNormSum
     from prunebench.calibration import GateSquaredNormSquaredSum as GateSquaredNormSquaredSum
     from prunebench.calibration import GateSum as GateSum
     from prunebench.calibration import GradientStatistic as GradientStatistic
     from prunebench.calibration import Moments as Moments
+    from prunebench.calibration import NormSquaredSum as NormSquaredSum
     from prunebench.calibration import NormSum as NormSum
+    from prunebench.calibration import OutputMax as OutputMax
     from prunebench.calibration import OutputMoments as OutputMoments
+    from prunebench.calibration import RefillSums as RefillSums
+    from prunebench.calibration import ReleasedMoments as ReleasedMoments
+    from prunebench.calibration import ResidualSums as ResidualSums
+    from prunebench.calibration import ScoreSum as ScoreSum
+    from prunebench.calibration import ScoreTotal as ScoreTotal
     from prunebench.calibration import Statistic as Statistic
+    from prunebench.calibration import SuperExperts as SuperExperts
     from prunebench.calibration import TrueFisher as TrueFisher
+    from prunebench.calibration import find_super_experts as find_super_experts
+    from prunebench.calibration import forming_layers as forming_layers
+    from prunebench.calibration import same_layer_control as same_layer_control
+    from prunebench.calibration import super_experts as super_experts
     from prunebench.errors import IntegrityError as IntegrityError
     from prunebench.errors import PrerequisiteError as PrerequisiteError
     from prunebench.errors import PruneBenchError as PruneBenchError
@@ -33,6 +47,17 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Generation as Generation
     from prunebench.evaluate import PassageScore as PassageScore
     from prunebench.evaluate import Score as Score
+    from prunebench.evaluate.code import assertion_case as assertion_case
+    from prunebench.evaluate.code import base_and_plus as base_and_plus
+    from prunebench.evaluate.code import check_case as check_case
+    from prunebench.evaluate.code import code_item as code_item
+    from prunebench.evaluate.code import generation_of as generation_of
+    from prunebench.evaluate.code import pass_at_k as pass_at_k
+    from prunebench.evaluate.code import required_names as required_names
+    from prunebench.evaluate.extract import completed_program as completed_program
+    from prunebench.evaluate.extract import first_answer as first_answer
+    from prunebench.evaluate.extract import names_function as names_function
+    from prunebench.evaluate.extract import whole_program as whole_program
     from prunebench.fit import CopyPair as CopyPair
     from prunebench.fit import ExpertMoments as ExpertMoments
     from prunebench.fit import Fitted as Fitted
@@ -43,10 +68,13 @@ if TYPE_CHECKING:
     from prunebench.fit import PairMoments as PairMoments
     from prunebench.fit import Proxy as Proxy
     from prunebench.fit import Remap as Remap
+    from prunebench.fit import ResidualProducts as ResidualProducts
     from prunebench.fit import RoutedGrams as RoutedGrams
     from prunebench.fit import RoutedSamples as RoutedSamples
     from prunebench.fit import RoutedStates as RoutedStates
     from prunebench.fit import Spread as Spread
+    from prunebench.fit import Subset as Subset
+    from prunebench.fit import SubsetErrors as SubsetErrors
     from prunebench.fit import best_proxy as best_proxy
     from prunebench.fit import check_copy_budget as check_copy_budget
     from prunebench.fit import compensated as compensated
@@ -60,15 +88,18 @@ if TYPE_CHECKING:
     from prunebench.fit import parameter_distances as parameter_distances
     from prunebench.fit import plain_svd as plain_svd
     from prunebench.fit import pooled as pooled
+    from prunebench.fit import quadratic_subset as quadratic_subset
     from prunebench.fit import reduced_rank as reduced_rank
     from prunebench.fit import slot_cost as slot_cost
     from prunebench.fit import squared_error as squared_error
+    from prunebench.fit import subset_cost as subset_cost
     from prunebench.fit import top_neurons as top_neurons
     from prunebench.fit import whitened_svd as whitened_svd
     from prunebench.fit import with_residual_bias as with_residual_bias
     from prunebench.loader import load_method as load_method
     from prunebench.loader import load_suite as load_suite
     from prunebench.mask import Budget as Budget
+    from prunebench.mask import LayerShape as LayerShape
     from prunebench.mask import Mask as Mask
     from prunebench.method import ExpertRows as ExpertRows
     from prunebench.method import LayerView as LayerView
@@ -87,8 +118,12 @@ if TYPE_CHECKING:
     from prunebench.replacement import Survivor as Survivor
     from prunebench.replacement import Tilt as Tilt
     from prunebench.replacement import Zero as Zero
+    from prunebench.routing import Convention as Convention
     from prunebench.routing import Scale as Scale
     from prunebench.run import run as run
+    from prunebench.sandbox import Case as Case
+    from prunebench.sandbox import Verdict as Verdict
+    from prunebench.suite import DataSuite as DataSuite
     from prunebench.suite import Suite as Suite
 
 __version__ = "0.1.0.dev0"
@@ -98,9 +133,13 @@ _MODULE_OF = {
     "Answer": "evaluate",
     "Budget": "mask",
     "CalibrationSpec": "calibration",
+    "Case": "sandbox",
     "Constant": "replacement",
+    "Convention": "routing",
     "CopyPair": "fit",
     "Count": "calibration",
+    "DataSuite": "suite",
+    "Deletion": "calibration",
     "Evaluation": "evaluate",
     "ExpertMoments": "fit",
     "ExpertRows": "method",
@@ -108,10 +147,11 @@ _MODULE_OF = {
     "Fisher": "calibration",
     "Fitted": "fit",
     "Folds": "fit",
+    "FrozenRefillSums": "calibration",
+    "GatedWeights": "replacement",
     "GateNormSum": "calibration",
     "GateSquaredNormSquaredSum": "calibration",
     "GateSum": "calibration",
-    "GatedWeights": "replacement",
     "Generation": "evaluate",
     "GradientStatistic": "calibration",
     "Gram": "fit",
@@ -119,58 +159,88 @@ _MODULE_OF = {
     "IntegrityError": "errors",
     "Item": "record",
     "JointMoments": "fit",
+    "LayerShape": "mask",
     "LayerView": "method",
     "LowRankExpert": "replacement",
     "Mask": "mask",
     "Method": "method",
     "Moments": "calibration",
+    "NormSquaredSum": "calibration",
     "NormSum": "calibration",
+    "OutputMax": "calibration",
     "OutputMoments": "calibration",
     "PairMoments": "fit",
     "PassageScore": "evaluate",
     "PrerequisiteError": "errors",
     "Proxy": "fit",
     "PruneBenchError": "errors",
+    "RefillSums": "calibration",
+    "ReleasedMoments": "calibration",
     "Remap": "fit",
     "Replacements": "method",
+    "ResidualProducts": "fit",
+    "ResidualSums": "calibration",
     "RoutedGrams": "fit",
     "RoutedSamples": "fit",
     "RoutedStates": "fit",
     "Routing": "method",
     "Scale": "routing",
     "Score": "evaluate",
+    "ScoreSum": "calibration",
+    "ScoreTotal": "calibration",
     "SmallExpert": "replacement",
     "Spread": "fit",
     "Statistic": "calibration",
+    "Subset": "fit",
+    "SubsetErrors": "fit",
     "Suite": "suite",
     "Survivor": "replacement",
+    "SuperExperts": "calibration",
     "Tilt": "replacement",
     "TokenBatch": "moe",
     "TrueFisher": "calibration",
     "UsageError": "errors",
+    "Verdict": "sandbox",
     "Zero": "replacement",
+    "assertion_case": "evaluate.code",
+    "base_and_plus": "evaluate.code",
     "best_proxy": "fit",
-    "compensated": "fit",
-    "copy_errors": "fit",
+    "check_case": "evaluate.code",
     "check_copy_budget": "fit",
+    "code_item": "evaluate.code",
+    "compensated": "fit",
+    "completed_program": "evaluate.extract",
+    "copy_errors": "fit",
     "copy_size": "fit",
+    "find_super_experts": "calibration",
+    "first_answer": "evaluate.extract",
     "fit_share": "fit",
     "fit_tilt": "fit",
+    "forming_layers": "calibration",
     "functional_remap": "fit",
+    "generation_of": "evaluate.code",
     "held_out_share": "fit",
     "load_method": "loader",
     "load_suite": "loader",
+    "names_function": "evaluate.extract",
     "nearest_survivors": "fit",
     "parameter_distances": "fit",
+    "pass_at_k": "evaluate.code",
     "plain_svd": "fit",
     "pooled": "fit",
     "prune_lowest": "method",
+    "quadratic_subset": "fit",
     "reduced_rank": "fit",
+    "required_names": "evaluate.code",
     "run": "run",
+    "same_layer_control": "calibration",
     "slot_cost": "fit",
     "squared_error": "fit",
+    "subset_cost": "fit",
+    "super_experts": "calibration",
     "top_neurons": "fit",
     "whitened_svd": "fit",
+    "whole_program": "evaluate.extract",
     "with_residual_bias": "fit",
 }
 

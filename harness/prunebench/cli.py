@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
 
 __all__ = ["main"]
 
@@ -55,11 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default %(default)s)")
     _add_run(verb("run", "run one arm: calibrate, prune, prove, evaluate, record"))
     _add_grid(verb("grid", "run all arms of a track; resumes where it was stopped"))
+    add_mask_verbs(verbs.add_parser("mask", help="choose masks without running them, and look at them"))
 
-    compare = verb("compare", "paired difference of two runs on the same items, with 95 % intervals")
-    compare.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder")
-    compare.add_argument("run_b", type=Path, metavar="RUN_B", help="run folder; differences are A minus B")
-    compare.add_argument("--suite", action="append", help="only this suite (may be repeated)")
+    _add_compare(
+        verb(
+            "compare",
+            "paired difference of two runs on the same items, or of declared families of runs, with 95 % intervals",
+        )
+    )
 
     params = verb("params", "what operators store on a pruned model, counted from its configuration alone")
     params.add_argument("model", metavar="MODEL", help="zoo name, folder with config.json, or hub id")
@@ -101,14 +105,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--model", required=True, help="zoo name, folder with config.json, or hub id org/name[@revision]")
-    run.add_argument("--method", help="criterion by name or path of its file; leave out for the dense model")
-    run.add_argument(
-        "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the method (may be repeated)"
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder; with --families, the records folder")
+    compare.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="run folder; differences are A minus B")
+    compare.add_argument("--suite", action="append", help="only this suite (may be repeated)")
+    compare.add_argument("--families", type=Path, metavar="FILE", help="TOML file of contrasts to correct together")
+    compare.add_argument(
+        "--plot", type=Path, metavar="FOLDER", help="with --families: forest.svg and forest.html there"
     )
-    run.add_argument("--ratio", help="share of each layer's experts to prune, such as 0.5")
-    run.add_argument("--keep", type=int, help="experts to keep in each layer, instead of --ratio")
+    compare.add_argument("--robustness", action="store_true", help="one suite of choices under several protocols")
+    compare.add_argument("--few-shot", metavar="SUITE", help="with --robustness: the suite that asks it with examples")
+    compare.add_argument(
+        "--fixed-answer",
+        action="append",
+        default=[],
+        metavar="TASK",
+        help="with --robustness: a task whose answers are the same for every item (may be repeated)",
+    )
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    add_selection(run)
     run.add_argument("--mask", metavar="FILE", help="a mask file, or a run's folder, instead of the method's selection")
     run.add_argument("--operator", help="file that says what answers pruned slots; the method's own by default")
     run.add_argument(
@@ -126,17 +143,19 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         choices=["frozen", "reselect"],
         help="who chooses a group-limited router's groups: the unpruned router (default), or its rule among survivors",
     )
-    run.add_argument("--text", default="world:general", help="calibration: world:DOMAIN, file:PATH, hub:ID@REV:FIELD")
-    run.add_argument("--blocks", type=int, default=256, help="calibration blocks (default %(default)s)")
-    run.add_argument("--length", type=int, default=128, help="tokens per block (default %(default)s)")
-    run.add_argument("--draw", default="A", help="slice of the calibration text: A, B or C")
+    add_calibration(run)
     fit = run.add_argument_group("another calibration for what the operator is fitted on (default: the mask's)")
     fit.add_argument("--fit-text", help="as --text")
     fit.add_argument("--fit-blocks", type=int, help="as --blocks")
     fit.add_argument("--fit-length", type=int, help="as --length")
     fit.add_argument("--fit-draw", help="as --draw")
-    run.add_argument("--suite", action="append", help="suite by name or path (may be repeated; default: all shipped)")
-    run.add_argument("--seed", type=int, default=0, help="seed of random selections (default %(default)s)")
+    run.add_argument(
+        "--suite",
+        action="append",
+        metavar="NAME[=SOURCE]",
+        help="suite by name or path (may be repeated; default: the tiny world's); SOURCE of data that are not shipped: "
+        "a file, hub:ID[@REV] or evalplus:NAME",
+    )
     run.add_argument("--out", type=Path, default=Path("results"), help="records folder (default %(default)s)")
     _add_machine(run)
 
@@ -157,6 +176,11 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--experts-implementation", help="of transformers: eager (default on cpu), grouped_mm (elsewhere) or batched_mm"
     )
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward (default %(default)s)")
+    parser.add_argument(
+        "--unsafe-local",
+        action="store_true",
+        help="run generated programs without the sandbox; recorded, and never on the board",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
 
 
@@ -173,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = {
         "list": _list,
         "inspect": _inspect,
+        "mask": _mask,
         "params": _params,
         "run": _run,
         "grid": _grid,
@@ -206,7 +231,7 @@ def _write(*texts: str) -> None:
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens")
+    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local")
     return {name: getattr(options, name) for name in names}
 
 
@@ -281,6 +306,11 @@ def _inspect(options: argparse.Namespace) -> Result:
     return 1 if report.self_check == "fail" else 0, report.to_json(), report.to_text()
 
 
+def _mask(options: argparse.Namespace) -> Result:
+    with _Progress() as progress:
+        return run_mask_verb(options, progress.step)
+
+
 def _params(options: argparse.Namespace) -> Result:
     from tabulate import tabulate
 
@@ -348,6 +378,9 @@ def _run(options: argparse.Namespace) -> Result:
         groups=options.groups,
         ratio=options.ratio,
         keep=options.keep,
+        scope=options.scope,
+        protect=options.protect,
+        spare=options.spare,
         text=options.text,
         blocks=options.blocks,
         length=options.length,
@@ -387,6 +420,8 @@ def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
     state = "already there" if reused else f"{record['volatile']['seconds']:.1f} s"
     megabytes = record["storage"]["total"] / 1e6
     summary = f"{len(checks)} integrity checks passed, {megabytes:.2f} MB stored, {record['status']}, {state}"
+    if "sandbox" in record["volatile"]:
+        summary += f"\nprograms ran in: {record['volatile']['sandbox']}"
     return f"{table}\n{summary}\n{folder}"
 
 
@@ -414,11 +449,57 @@ def _grid(options: argparse.Namespace) -> Result:
 
 
 def _compare(options: argparse.Namespace) -> Result:
-    from prunebench.analysis import compare, comparison_table
+    from prunebench.analysis import compare, comparison_table, robustness
     from prunebench.record import read_run
 
-    comparison = compare(read_run(options.run_a), read_run(options.run_b), suites=options.suite)
+    _check_compare(options)
+    if options.families is not None:
+        return _compare_families(options)
+    runs = read_run(options.run_a), read_run(options.run_b)
+    if options.robustness:
+        result = robustness(*runs, options.suite[0], few_shot=options.few_shot, fixed=options.fixed_answer)
+        return 0, result.to_json(), result.text()
+    comparison = compare(*runs, suites=options.suite)
     return 0, comparison.to_json(), comparison_table(comparison)
+
+
+def _check_compare(options: argparse.Namespace) -> None:
+    """Which options go together."""
+    families = options.families is not None
+    wrong = {
+        "RUN_B is missing": options.run_b is None and not families,
+        "RUN_B with --families": options.run_b is not None and families,
+        "--suite with --families": bool(options.suite) and families,
+        "--robustness with --families": options.robustness and families,
+        "--plot without --families": options.plot is not None and not families,
+        "--robustness without one --suite": options.robustness and len(options.suite or ()) != 1,
+        "--few-shot without --robustness": options.few_shot is not None and not options.robustness,
+        "--fixed-answer without --robustness": bool(options.fixed_answer) and not options.robustness,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise UsageError(what, expected="RUN_A RUN_B, or RECORDS --families FILE", fix="see compare --help")
+
+
+def _compare_families(options: argparse.Namespace) -> Result:
+    from prunebench.analysis import Report, Shelf, answers, read_declaration, write_forest
+
+    declaration = read_declaration(options.families)
+    shelf = Shelf.of(options.run_a)
+    for one in shelf.left_out:
+        print(f"left out {one}", file=sys.stderr)
+    found, gaps = answers(shelf, declaration.questions)
+    if not found:
+        raise PrerequisiteError(
+            f"none of {len(gaps)} contrasts can be measured", where=str(options.families), fix=gaps[0].reason
+        )
+    report = Report(declaration, found, gaps)
+    data, text = report.to_json(), report.text()
+    if options.plot is not None:
+        paths = write_forest(found, options.plot, title=declaration.name)
+        data["plots"] = [str(path) for path in paths]
+        text += "".join(f"\n{path}" for path in paths)
+    return 0, data, text
 
 
 def _board(options: argparse.Namespace) -> Result:
@@ -495,12 +576,18 @@ def _check_env(_options: argparse.Namespace) -> Result:
         "yaml": "pyyaml",
         **{name: name for name in ("tabulate", "rich")},
     }
-    optional = {"evalplus": "extra code", "accelerate": "extra gpu, for --device-map"}
+    optional = {
+        "evalplus": "extra code",
+        "accelerate": "extra gpu, for --device-map",
+        "altair": "extra plots, for compare --plot",
+        "vl_convert": "extra plots, for compare --plot",
+    }
+    distributions = {**needed, "vl_convert": "vl-convert-python"}
     rows: list[dict[str, str]] = [{"what": "python", "state": platform.python_version(), "need": "needed"}]
     missing = []
     for name in (*needed, *optional):
         found = importlib.util.find_spec(name) is not None
-        state = importlib.metadata.version(needed.get(name, name)) if found else "missing"
+        state = importlib.metadata.version(distributions.get(name, name)) if found else "missing"
         rows.append({"what": name, "state": state, "need": "needed" if name in needed else optional[name]})
         if not found and name in needed:
             missing.append(name)
@@ -512,6 +599,7 @@ def _check_env(_options: argparse.Namespace) -> Result:
         rows.append(
             {"what": "torch threads", "state": str(torch.get_num_threads()), "need": "OMP_NUM_THREADS=1 advised"}
         )
+    rows.append({"what": "sandbox", "state": _sandbox_state(), "need": "for suites that run programs"})
     rows.append({"what": "chromium", "state": shutil.which("chromium") or "missing", "need": "optional, for tests"})
     text = "\n".join(f"{row['what']:14} {row['state']:24} {row['need']}" for row in rows)
     if not missing:
@@ -519,6 +607,16 @@ def _check_env(_options: argparse.Namespace) -> Result:
     error = PrerequisiteError(f"missing: {', '.join(missing)}", fix="pip install prunebench")
     print(f"prunebench check-env: {error}", file=sys.stderr)
     return error.exit_code, rows, text
+
+
+def _sandbox_state() -> str:
+    """The sandbox's name and versions, or why there is none."""
+    from prunebench.sandbox import boxed
+
+    try:
+        return boxed().name
+    except PrerequisiteError as error:
+        return f"missing: {error.what}"
 
 
 if __name__ == "__main__":

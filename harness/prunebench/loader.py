@@ -455,13 +455,17 @@ def make(cls: type[Method], parameters: Mapping[str, object]) -> Method:
 
 
 def load_suite(name_or_path: str) -> Suite:
-    """Load a suite by name or by the path of its file.
+    """Load a suite by name or by the path of its file; `name=source` says where data come from that are not shipped.
 
     Raises:
-        UsageError: for an unknown name, or a file whose `SUITE` is missing or no `prunebench.Suite`.
+        UsageError: for an unknown name, a file whose `SUITE` is missing or no `prunebench.Suite`, or a source for a
+            suite that has its data with it.
     """
     from prunebench.suite import Suite
 
+    if "=" in name_or_path and not _as_path(name_or_path).is_file():
+        name, _, source = name_or_path.partition("=")
+        return load_suite(name).with_source(source)
     path = _resolve_file("suites", name_or_path)
     suite = vars(_load_file("suites", path)).get("SUITE")
     if not isinstance(suite, Suite):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from prunebench.errors import UsageError
 
@@ -25,6 +25,7 @@ __all__ = [
     "LayerMask",
     "LayerShape",
     "Mask",
+    "Scope",
     "canonical_json",
     "model_shape_text",
     "write_atomically",
@@ -34,6 +35,9 @@ SCHEMA = 1
 
 # Who chooses the groups of a group-limited router once experts are gone: the unpruned router, or its rule anew.
 GroupPolicy = Literal["frozen", "reselect"]
+
+# What a budget counts over: each layer, each router group of each layer, or the whole model.
+Scope = Literal["layer", "group", "global"]
 
 
 def canonical_json(value: object) -> str:
@@ -133,10 +137,13 @@ class Mask:
     Args:
         model_shape: `model_shape_text` of the model that the mask was made for.
         layers: one entry per MoE layer, by increasing layer index.
+        report: what a person should know about how it was chosen, as JSON data; no part of the mask, its digest or its
+            file.
     """
 
     model_shape: str
     layers: tuple[LayerMask, ...]
+    report: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         indices = [layer.index for layer in self.layers]
@@ -267,21 +274,33 @@ def _check_certain(layer: LayerMask, shape: LayerShape, where: str) -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many experts each layer loses. Exactly one of `ratio` and `keep` is given.
+    """How many experts go. Exactly one of `ratio` and `keep` is given.
 
-    The count rule, stated once: `ratio` removes floor(ratio · E) experts of a layer, on decimals, so that 0.3 of 10 is
-    3 and not 2; `keep` leaves exactly that many. A budget that removes nothing, or that leaves fewer than top-k
-    survivors, is refused before any work.
+    The count rule, stated once, on decimals, so that 0.3 of 10 is 3 and not 2. With n experts in the scope, `ratio`
+    removes floor(ratio · n) of them, and `keep` leaves that many per layer:
+
+    * `layer`: each layer loses that many, spread over its router groups as evenly as can be;
+    * `group`: each router group of each layer does (a layer without groups is one); `keep` must be a multiple of them;
+    * `global`: the model does, wherever scores are lowest, but every layer keeps top-k experts (and every router group
+      its share of them), and `keep` is what layers keep on average.
+
+    A budget that removes nothing, or that leaves fewer survivors than a token needs, is refused before any work.
 
     Args:
-        ratio: share of each layer's experts to remove, in (0, 1).
+        ratio: share of the scope's experts to remove, in (0, 1).
         keep: experts left in each layer.
         protected: layer index -> ids that may not be pruned.
+        scope: what is counted over.
+        make_up: whether another expert goes in the place of a protected one. If not, the mask is chosen as if nothing
+            were protected, the protected are taken out of it, and it is that much smaller: so a paper's protected mask
+            prunes 831 of 832 (2610.41366 App. E.8).
     """
 
     ratio: Decimal | None = None
     keep: int | None = None
     protected: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    scope: Scope = "layer"
+    make_up: bool = True
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.keep is None):
@@ -290,6 +309,8 @@ class Budget:
             raise UsageError(f"ratio {self.ratio} is impossible", expected="a number above 0 and below 1, such as 0.5")
         if self.keep is not None and self.keep < 1:
             raise UsageError(f"keep {self.keep} is impossible", expected="at least 1 expert per layer")
+        if self.scope not in get_args(Scope):
+            raise UsageError(f"unknown budget scope {self.scope!r}", expected=", ".join(get_args(Scope)))
 
     @classmethod
     def of_ratio(cls, ratio: str | float | Decimal, **more: Any) -> Budget:
@@ -299,41 +320,96 @@ class Budget:
         except InvalidOperation as error:
             raise UsageError(f"ratio {ratio!r} is not a number", expected="a number such as 0.5") from error
 
+    @property
+    def asked(self) -> str:
+        """The amount in words, for errors."""
+        return f"ratio {self.ratio}" if self.ratio is not None else f"keep {self.keep}"
+
+    def must_stay(self, index: int) -> frozenset[int]:
+        """Experts of a layer in whose place others go."""
+        return self.protected.get(index, frozenset()) if self.make_up else frozenset()
+
     def pruned_count(self, shape: LayerShape) -> int:
-        """How many experts this layer loses.
+        """How many experts this layer loses, before protected ones are taken out without making up for them.
 
         Raises:
-            UsageError: if nothing would be pruned, or fewer than top-k experts, or fewer than the protected ones, stay.
+            UsageError: if nothing would be pruned, or fewer than top-k experts, or fewer than the protected ones, stay;
+                for a global budget.
         """
+        where = f"layer {shape.index} with {shape.experts} experts"
+        if self.scope == "global":
+            raise UsageError("a global budget has no count per layer", where=where, expected="scope layer or group")
         if self.ratio is not None:
-            count = int(self.ratio * shape.experts)
-            asked = f"ratio {self.ratio}"
+            groups = shape.groups if self.scope == "group" else 1
+            count = int(self.ratio * (shape.experts // groups)) * groups
         else:
             assert self.keep is not None
             count = shape.experts - self.keep
-            asked = f"keep {self.keep}"
-        where = f"layer {shape.index} with {shape.experts} experts"
+            if self.scope == "group" and self.keep % shape.groups:
+                raise UsageError(
+                    f"keep {self.keep} is not the same for each of {shape.groups} router groups",
+                    where=where,
+                    expected=f"a multiple of {shape.groups}",
+                )
         fewest = shape.fewest_survivors()
         wanted = f"top-k = {fewest} survivors"
         if shape.groups > 1:
             wanted = f"{fewest} survivors (top-k = {shape.top_k} from {shape.kept_groups} of {shape.groups} groups)"
         if count <= 0:
+            least = shape.groups if self.scope == "group" else 1
             raise UsageError(
-                f"{asked} prunes nothing",
+                f"{self.asked} prunes nothing",
                 where=where,
-                expected=f"at least one expert pruned (ratio ≥ 1/{shape.experts}, keep < {shape.experts})",
+                expected=f"at least one expert pruned (ratio ≥ {least}/{shape.experts}, keep < {shape.experts})",
             )
         if shape.experts - count < fewest:
             raise UsageError(
-                f"{asked} leaves {shape.experts - count} experts",
+                f"{self.asked} leaves {shape.experts - count} experts",
                 where=where,
                 expected=f"at least {wanted}",
                 fix=f"prune at most {shape.experts - fewest} of {shape.experts}",
             )
-        guarded = len(self.protected.get(shape.index, frozenset()))
+        guarded = len(self.must_stay(shape.index))
         if shape.experts - count < guarded:
             raise UsageError(
-                f"{asked} leaves {shape.experts - count} experts", where=where, expected=f"the {guarded} protected ones"
+                f"{self.asked} leaves {shape.experts - count} experts",
+                where=where,
+                expected=f"the {guarded} protected ones",
+            )
+        return count
+
+    def most_pruned(self, shape: LayerShape) -> int:
+        """The most that this layer can lose; as many as its router leaves room for where the budget is global."""
+        if self.scope != "global":
+            return self.pruned_count(shape)
+        per_group = Counter(shape.group_of(expert) for expert in self.must_stay(shape.index))
+        size = shape.experts // shape.groups
+        return sum(size - max(shape.fewest_per_group(), per_group[group]) for group in range(shape.groups))
+
+    def total(self, shapes: Sequence[LayerShape]) -> int:
+        """How many experts the model loses, before protected ones are taken out without making up for them.
+
+        Raises:
+            UsageError: as `pruned_count`, of any layer, or of the whole model.
+        """
+        if self.scope != "global":
+            return sum(self.pruned_count(shape) for shape in shapes)
+        experts = sum(shape.experts for shape in shapes)
+        if self.ratio is not None:
+            count = int(self.ratio * experts)
+        else:
+            assert self.keep is not None
+            count = experts - self.keep * len(shapes)
+        where = f"{len(shapes)} layers with {experts} experts"
+        if count <= 0:
+            raise UsageError(f"{self.asked} prunes nothing", where=where, expected="at least one expert pruned")
+        room = sum(self.most_pruned(shape) for shape in shapes)
+        if count > room:
+            raise UsageError(
+                f"{self.asked} prunes {count} experts",
+                where=where,
+                expected=f"at most {room}: every layer keeps its top-k and its protected experts",
+                fix="prune fewer",
             )
         return count
 
@@ -349,8 +425,32 @@ class Budget:
                     where=f"layer {index}",
                     expected=f"ids from 0 to {by_index[index].experts - 1}",
                 )
-        for shape in shapes:
-            self.pruned_count(shape)
+        self.total(shapes)
+
+    def check_mask(self, mask: Mask, shapes: Sequence[LayerShape], *, where: str = "mask") -> None:
+        """Raise unless the mask spends the budget: its count, in its scope, and no protected expert pruned."""
+        spared = 0
+        for layer, shape in zip(mask.layers, shapes, strict=True):
+            guarded = self.protected.get(layer.index, frozenset())
+            if gone := sorted(guarded & set(layer.pruned)):
+                raise UsageError(
+                    f"select pruned expert {gone[0]}, which is protected", where=f"{where}, layer {layer.index}"
+                )
+            # How many of them the mask would have pruned is not told by the mask.
+            allowance = 0 if self.make_up else len(guarded)
+            spared += allowance
+            if self.scope != "global" and not 0 <= self.pruned_count(shape) - len(layer.pruned) <= allowance:
+                raise UsageError(
+                    f"select pruned {len(layer.pruned)} experts",
+                    where=f"{where}, layer {layer.index}",
+                    expected=f"{self.pruned_count(shape)}, as the budget says",
+                )
+        if not 0 <= self.total(shapes) - mask.pruned_count <= spared:
+            raise UsageError(
+                f"select pruned {mask.pruned_count} experts",
+                where=where,
+                expected=f"{self.total(shapes)}, as the budget says",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The budget as it goes into a record; 0.5 and 0.50 are one budget."""
@@ -359,4 +459,8 @@ class Budget:
             amount = {"ratio": format(self.ratio.normalize(), "f")}
         if self.protected:
             amount["protected"] = {str(index): sorted(ids) for index, ids in sorted(self.protected.items())}
+            if not self.make_up:
+                amount["make_up"] = False
+        if self.scope != "layer":
+            amount["scope"] = self.scope
         return amount

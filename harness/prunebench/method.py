@@ -11,7 +11,7 @@ import dataclasses
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -193,6 +193,27 @@ class LayerView:
                 )
         return gated
 
+    def measure(self, *statistics: Statistic) -> dict[str, Any]:
+        """Bring the text before this layer, as often as the statistics need, and measure them of all its experts.
+
+        Args:
+            statistics: fresh instances; `after` is honoured among them.
+
+        Returns:
+            Their values, by name.
+
+        Raises:
+            UsageError: outside a pass that goes layer by layer.
+        """
+        if self._visit is None:
+            raise UsageError(
+                "the text is not at hand",
+                where=f"layer {self.index}",
+                expected="`select` of a method that is asked layer by layer",
+                fix='write schedule = "layerwise" in the method\'s class, and run it by `prunebench run`',
+            )
+        return {name: one.value() for name, one in self._visit.measure(statistics).items()}
+
     def accumulate(self, experts: Sequence[int], measure: Callable[[ExpertRows], _Sum]) -> dict[int, _Sum]:
         """Bring the text before this layer once more, and add up what is measured on each expert's rows.
 
@@ -273,6 +294,11 @@ class Method(ABC):
     """A claim, which is checked: a larger budget prunes the same experts and more."""
     independent_layers: ClassVar[bool] = False
     """A claim, which is checked: what a layer loses does not depend on other layers."""
+    schedule: ClassVar[Literal["one_shot", "layerwise", "sequential"]] = "one_shot"
+    """When `select` is asked. `one_shot`: once, for all layers, with the statistics of one pass over the intact model.
+    `layerwise`: of one layer after the other (`layers` has one entry), while the whole text stands before it, so that
+    it may `LayerView.measure`. `sequential`: the same, on a model whose earlier layers are pruned already, and answered
+    as the method's own `replace` and `route` say."""
 
     def select_needs(self) -> tuple[Statistic, ...]:
         """Statistics that `select` reads, of every expert."""
@@ -281,6 +307,10 @@ class Method(ABC):
     def replace_needs(self) -> tuple[Statistic, ...]:
         """Statistics that `replace` reads."""
         return ()
+
+    def check_model(self, shapes: Sequence[LayerShape], convention: Convention, budget: Budget) -> None:
+        """Raise a `UsageError` for a model that `select` is not defined for; asked before any weight is read."""
+        del shapes, convention, budget
 
     def select(self, layers: Sequence[LayerView], budget: Budget, *, rng: np.random.Generator) -> Mask:
         """Choose the pruned experts of every layer within the budget."""
@@ -327,10 +357,11 @@ class Method(ABC):
 def prune_lowest(
     layers: Sequence[LayerView], budget: Budget, score: Callable[[LayerView], npt.ArrayLike], *, name: str = "score"
 ) -> Mask:
-    """Prune the lowest-scoring experts of each layer.
+    """Prune the lowest-scoring experts, of each layer, router group or the whole model as the budget's scope says.
 
-    floor(ratio·E) of them go, evenly over router groups where there are groups, never a protected one. Of equal scores
-    the lowest id is kept.
+    Never a protected one. Of equal scores the lowest id is kept; over the whole model, where scores are compared as
+    they are, the lowest layer's. The mask's report names experts whose score is zero, ties that the id decided, and
+    protected experts that the score would have pruned.
 
     Args:
         layers: the layers.
@@ -339,29 +370,82 @@ def prune_lowest(
         name: the score's name, for errors.
 
     Raises:
-        UsageError: a score that is not E finite numbers, or an impossible budget.
+        UsageError: a score that is not E finite numbers, statistics of no tokens, or an impossible budget.
     """
-    pruned: dict[int, list[int]] = {}
-    for layer in layers:
-        score_E = np.asarray(score(layer), dtype=np.float64)
-        if score_E.shape != (layer.experts,) or not np.isfinite(score_E).all():
-            raise UsageError(
-                f"{name} gave scores of shape {score_E.shape}, {int((~np.isfinite(score_E)).sum())} not finite",
-                where=f"layer {layer.index}",
-                expected=f"{layer.experts} finite numbers",
-            )
-        count = budget.pruned_count(layer.shape)
-        guarded = budget.protected.get(layer.index, frozenset())
-        order = [int(e) for e in np.lexsort((-np.arange(layer.experts), score_E)) if int(e) not in guarded]
-        pruned[layer.index] = _lowest_per_group(order, count, layer.shape)
-        if len(pruned[layer.index]) != count:
-            raise UsageError(
-                f"protected experts leave {len(pruned[layer.index])} to prune",
-                where=f"layer {layer.index}",
-                expected=f"{count}, spread evenly over {layer.shape.groups} router groups",
-                fix="protect fewer experts of one group",
-            )
-    return Mask.for_shapes([layer.shape for layer in layers], pruned)
+    scores = {layer.index: _checked_scores(layer, score, name) for layer in layers}
+    shapes = [layer.shape for layer in layers]
+    if budget.scope == "global":
+        pruned = _lowest_of_all(shapes, scores, budget)
+    else:
+        pruned = {shape.index: _lowest_of_layer(shape, scores[shape.index], budget) for shape in shapes}
+    if not budget.make_up:
+        pruned = {i: [e for e in ids if e not in budget.protected.get(i, frozenset())] for i, ids in pruned.items()}
+    report = {str(i): _report(scores[i], ids, budget.protected.get(i, frozenset())) for i, ids in pruned.items()}
+    mask = Mask.for_shapes(shapes, pruned)
+    return dataclasses.replace(mask, report={"score": name, "layers": {i: one for i, one in report.items() if one}})
+
+
+def _checked_scores(layer: LayerView, score: Callable[[LayerView], npt.ArrayLike], name: str) -> Float64:
+    if len(layer.stats) and not layer.tokens:
+        raise UsageError(
+            f"{name} has no calibration tokens", where=f"layer {layer.index}", expected="statistics of at least one"
+        )
+    score_E = np.asarray(score(layer), dtype=np.float64)
+    if score_E.shape != (layer.experts,) or not np.isfinite(score_E).all():
+        raise UsageError(
+            f"{name} gave scores of shape {score_E.shape}, {int((~np.isfinite(score_E)).sum())} not finite",
+            where=f"layer {layer.index}",
+            expected=f"{layer.experts} finite numbers",
+        )
+    return score_E
+
+
+def _lowest_of_layer(shape: LayerShape, score_E: Float64, budget: Budget) -> list[int]:
+    count, guarded = budget.pruned_count(shape), budget.must_stay(shape.index)
+    order = [int(e) for e in np.lexsort((-np.arange(shape.experts), score_E)) if int(e) not in guarded]
+    pruned = _lowest_per_group(order, count, shape)
+    if len(pruned) != count:
+        raise UsageError(
+            f"protected experts leave {len(pruned)} to prune",
+            where=f"layer {shape.index}",
+            expected=f"{count}, spread evenly over {shape.groups} router groups",
+            fix="protect fewer experts of one group",
+        )
+    return pruned
+
+
+def _lowest_of_all(shapes: Sequence[LayerShape], scores: Mapping[int, Float64], budget: Budget) -> dict[int, list[int]]:
+    """The lowest scores of the model that leave every router group of every layer what its tokens need."""
+    left = budget.total(shapes)
+    by_index = {shape.index: shape for shape in shapes}
+    every = [(float(s), -i, -e) for i, score_E in scores.items() for e, s in enumerate(score_E)]
+    room = {
+        (shape.index, group): shape.experts // shape.groups - shape.fewest_per_group()
+        for shape in shapes
+        for group in range(shape.groups)
+    }
+    pruned: dict[int, list[int]] = {shape.index: [] for shape in shapes}
+    for _, minus_index, minus_expert in sorted(every):
+        index, expert = -minus_index, -minus_expert
+        place = index, by_index[index].group_of(expert)
+        if left and room[place] and expert not in budget.must_stay(index):
+            pruned[index].append(expert)
+            room[place] -= 1
+            left -= 1
+    return pruned
+
+
+def _report(score_E: Float64, pruned: Sequence[int], protected: frozenset[int]) -> dict[str, list[int]]:
+    """What a layer's scores left to a rule: ids by what it was."""
+    gone = set(pruned)
+    cuts = {float(score_E[e]) for e in gone}
+    highest = max(cuts, default=-np.inf)
+    found = {
+        "zero_scores": np.flatnonzero(score_E == 0).tolist(),
+        "kept_by_id": [e for e, s in enumerate(score_E.tolist()) if s in cuts and e not in gone | protected],
+        "kept_by_protection": sorted(e for e in protected if score_E[e] <= highest),
+    }
+    return {name: ids for name, ids in found.items() if ids}
 
 
 def _lowest_per_group(order: Sequence[int], count: int, shape: LayerShape) -> list[int]:

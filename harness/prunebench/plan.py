@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from prunebench import replacement
-from prunebench.calibration import CalibrationTokens, LayerVisit, ScoreResult, by_pass, stream_layers
+from prunebench.calibration import CalibrationTokens, LayerVisit, ScoreResult, Statistic, by_pass, stream_layers
 from prunebench.calibration.score import batches_of
 from prunebench.calibration.stream import Buffers, Checkpoint
 from prunebench.calibration.stream import Progress as StreamProgress
@@ -42,7 +42,7 @@ _COLUMNS = ("squared_error", "constant_squared_error", "gate_square", "held_out_
 _GATED = ("constant_squared_error", "gate_square")
 _EDIT = "edit/"  # before the names of edited weights, where they stand beside the tensors of fills
 
-__all__ = ["FillPlan", "FittedPlan", "LayerPlan", "Plan", "fit_plan", "layer_views", "make_plan"]
+__all__ = ["FillPlan", "FittedPlan", "LayerPlan", "Plan", "fit_plan", "layer_views", "make_plan", "plan_layer"]
 
 
 @dataclass(frozen=True)
@@ -405,6 +405,21 @@ def fit_plan(
     plan = _assembled(mask, operator, scale, in_order)
     coverage = {one.layer.index: one.coverage for one in in_order if one.coverage}
     return FittedPlan(plan, result.tokens, result.proof, coverage, checkpoint)
+
+
+def plan_layer(moe: MoEModel, mask: Mask, operator: Method, visit: LayerVisit, own: Mapping[str, Statistic]) -> Plan:
+    """The plan of one layer, fitted while the whole text stands before it; the plan has no other.
+
+    Args:
+        moe: the opened model.
+        mask: prunes experts of this layer only.
+        operator: gives `replace` and `route`.
+        visit: the layer with the text before it.
+        own: what `operator.replace_needs()` names, measured of this layer.
+    """
+    views = {view.index: view for view in _operator_views(moe, operator, None)}
+    view = views[visit.layer.index].in_fit(own, visit.tokens, visit if operator.visits else None)
+    return _assembled(mask, operator, None, [_ask(view, mask, operator, None)])
 
 
 @dataclass(frozen=True)

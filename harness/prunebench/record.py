@@ -40,6 +40,7 @@ __all__ = [
     "RECORD_FILE",
     "SCHEMA",
     "STATES",
+    "UNSAFE_LOCAL",
     "Item",
     "ItemTable",
     "LeftOut",
@@ -62,6 +63,8 @@ __all__ = [
 SCHEMA: Final = 1
 RECORD_FILE: Final = "record.json"
 ITEMS_FILE: Final = "items.parquet"
+UNSAFE_LOCAL: Final = "unsafe-local"
+"""`identity.executor` of a run whose programs had no sandbox; a run in the sandbox states no executor."""
 
 _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "schema": (int,),
@@ -79,8 +82,9 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
-_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = {"fit": (dict,), "remap": (dict,), "edits": (dict,)}
-"""How a fit pass went, which survivors answer for whom, and which are edited; runs without do not have it."""
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = dict.fromkeys(("fit", "remap", "edits", "selection"), (dict,))
+"""How a fit pass went, which survivors answer for whom, which are edited, how the mask was chosen; runs without do not
+have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),
@@ -172,6 +176,8 @@ def _validate_identity(identity: Mapping[str, Any], where: str) -> None:
     for key in ("method", "operator"):
         name = (identity[key] or {"name": ""}).get("name")
         _require(isinstance(name, str), f"identity.{key}.name is {name!r}", where, "text")
+    executor = identity.get("executor", UNSAFE_LOCAL)
+    _require(executor == UNSAFE_LOCAL, f"identity.executor is {executor!r}", where, f"{UNSAFE_LOCAL}, or none stated")
     suites = identity["suites"]
     fine = isinstance(suites, dict) and all(isinstance(suite, dict) for suite in suites.values())
     _require(fine, f"identity.suites is {suites!r}", where, "an object per suite")

@@ -3,30 +3,36 @@
 A suite is one file `suites/<name>.py` that defines a module-level `SUITE`, its task files `suites/tasks/*.yaml` in
 lm-eval's own format, and the data files that those name, relative to the suites folder. This module knows the shape of
 a suite and the identity of its content; it runs nothing and imports neither torch nor lm-eval.
+
+The data of a `DataSuite` are not shipped: they come from a file, the hub or evalplus (`prunebench.documents`), are
+made into documents by the suite, and are part of its identity by their content, wherever they came from.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from prunebench.documents import Rows, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.mask import canonical_json
 
 if TYPE_CHECKING:
     from prunebench.evaluate import Evaluation
     from prunebench.record import Item
 
-__all__ = ["Suite", "TaskFile", "suite_content"]
+__all__ = ["DataSuite", "Suite", "TaskFile", "suite_content"]
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """One task in lm-eval's YAML format, with local data.
+    """One task in lm-eval's YAML format, with local data, or naming a data set of the hub.
 
     Args:
         path: the YAML file; its folder's parent is the suites folder.
@@ -39,7 +45,8 @@ class TaskFile:
         """The YAML's content.
 
         Raises:
-            UsageError: if the file is no mapping with a `task` and local `dataset_kwargs: {data_files: {split: path}}`.
+            UsageError: if the file is no mapping with a `task` and local `dataset_kwargs: {data_files: {split:
+                path}}` or a `dataset_path` on the hub.
         """
         import yaml
 
@@ -49,7 +56,7 @@ class TaskFile:
             raise PrerequisiteError("cannot read the task file", where=str(self.path), fix=str(error)) from error
         except yaml.YAMLError as error:
             raise UsageError("the task file is no plain YAML", where=str(self.path), fix=str(error)) from error
-        if not isinstance(config, dict) or "task" not in config or not self._files_of(config):
+        if not isinstance(config, dict) or "task" not in config or not (self._files_of(config) or _on_hub(config)):
             raise UsageError(
                 "not a local lm-eval task",
                 where=str(self.path),
@@ -64,8 +71,16 @@ class TaskFile:
 
     @property
     def data_files(self) -> dict[str, Path]:
-        """Data file of each split."""
+        """Data file of each split; none if the data are on the hub."""
         return {split: self.path.parent.parent / name for split, name in self._files_of(self.config).items()}
+
+
+_RUNNERS = ("run_program", "run_cases", "base_and_plus")
+"""What hands programs to the sandbox."""
+
+
+def _on_hub(config: Mapping[str, Any]) -> bool:
+    return "/" in str(config.get("dataset_path", ""))
 
 
 class Suite(ABC):
@@ -94,13 +109,95 @@ class Suite(ABC):
         """The task file of this name."""
         return TaskFile(self.file.parent / "tasks" / f"{task}.yaml")
 
+    @property
+    def runs_programs(self) -> bool:
+        """Whether the suite runs what a model wrote, going by its file."""
+        text = self.file.read_text(encoding="utf-8")
+        return any(name in text for name in _RUNNERS)
+
+    def documents(self, task: str) -> Mapping[str, list[dict[str, Any]]] | None:
+        """The documents of each split of a task; None if they are those of its data files."""
+        del task
+        return None
+
+    def with_source(self, source: str) -> Suite:
+        """This suite on other data.
+
+        Raises:
+            UsageError: if its data are its own.
+        """
+        raise UsageError(
+            f"suite {self.name} has its data with it", where=source, fix=f"give --suite {self.name} without a source"
+        )
+
     @abstractmethod
     def run(self, evaluation: Evaluation) -> list[Item]:
         """Ask every item of every task and return its outcomes, in the tasks' and the documents' order."""
 
 
+class DataSuite(Suite):
+    """A suite of one task whose data are not shipped.
+
+    Attributes:
+        data_name: the data's file in the data folder, without `.jsonl` or `.jsonl.gz`.
+        default_source: where they come from if nothing is said; the task file's data set on the hub by default.
+        source: what was said, or None.
+    """
+
+    data_name: ClassVar[str]
+    default_source: ClassVar[str] = ""
+    source: str | None = None
+
+    def __init__(self) -> None:
+        self._read: dict[Any, Mapping[str, list[dict[str, Any]]]] = {}
+
+    def with_source(self, source: str) -> Self:
+        """This suite on the data of a source (`prunebench.documents`)."""
+        other = copy.copy(self)
+        DataSuite.__init__(other)
+        other.source = source
+        return other
+
+    @abstractmethod
+    def document(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A row of the source as a document with an `id`; None if the row is of no concern."""
+
+    def documents(self, task: str) -> Mapping[str, list[dict[str, Any]]]:
+        """The documents of the task's test split; a file is read anew when it has changed.
+
+        Raises:
+            PrerequisiteError: if the source cannot be read.
+            UsageError: if its rows are not those of this data set.
+        """
+        config = self.task_file(task).config
+        split = str(config["test_split"])
+        where = source_or_default(self.source, self.data_name, self.default_source or f"hub:{config['dataset_path']}")
+        path = Path(where)
+        key = (where, (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None)
+        if key not in self._read:
+            rows = read_rows(where, config=config.get("dataset_name"), split=split)
+            self._read.clear()
+            self._read[key] = {split: self._documents(rows, where)}
+        return self._read[key]
+
+    def _documents(self, rows: Rows, where: str) -> list[dict[str, Any]]:
+        try:
+            documents = [document for row in rows if (document := self.document(row)) is not None]
+        except (KeyError, TypeError, ValueError, SyntaxError) as error:
+            raise UsageError(
+                f"a row is not of this data set ({type(error).__name__}: {error})",
+                where=f"suite {self.name}, {where}",
+                expected=f"the rows of {self.data_name}",
+            ) from error
+        if not documents or len({document["id"] for document in documents}) != len(documents):
+            raise UsageError("no documents, or repeated ids", where=f"suite {self.name}, {where}")
+        return documents
+
+
 def suite_content(suite: Suite) -> str:
     """16 hex digits over the suite's Python file, its task files and their data: all that can change an outcome.
+
+    Data that are not shipped count by their documents, so that one data set is one identity, wherever it came from.
 
     Raises:
         PrerequisiteError: if one of the files is missing.
@@ -115,4 +212,8 @@ def suite_content(suite: Suite) -> str:
         except OSError as error:
             raise PrerequisiteError("a file of the suite is missing", where=str(path), fix=str(error)) from error
         digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    for task in suite.tasks:
+        if (documents := suite.documents(task)) is not None:
+            content = canonical_json(documents).encode(errors="surrogatepass")
+            digest.update(f"{task}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:16]

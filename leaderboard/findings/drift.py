@@ -15,6 +15,8 @@ from leaderboard.findings.evidence import DRAWS, GENERAL, IN_DOMAIN, RATIOS, Cho
 from leaderboard.findings.text import Grid, Section, Summary, Table, claims, grid_table, percent, prose, tallies
 from leaderboard.findings.verdicts import Cell, Verdict, attempt
 
+from prunebench.analysis.agreement import agreement
+from prunebench.errors import UsageError
 from prunebench.mask import Mask
 
 __all__ = ["Drifts", "mask_drift", "share_differing"]
@@ -41,14 +43,10 @@ def share_differing(one: Mask, other: Mask, layer: int | None = None) -> Fractio
     Raises:
         NotMeasurableError: for masks of different models or different counts, or that prune nothing there.
     """
-    if one.model_shape != other.model_shape:
-        raise NotMeasurableError(f"masks of different shapes ({one.model_shape} and {other.model_shape})")
-    layers = [x.index for x in one.layers] if layer is None else [layer]
-    pairs = [(set(one.pruned_of(index)), set(other.pruned_of(index))) for index in layers]
-    sizes = [sum(map(len, side)) for side in zip(*pairs, strict=True)]
-    if sizes[0] != sizes[1] or not sizes[0]:
-        raise NotMeasurableError(f"the masks prune {sizes[0]} and {sizes[1]} experts")
-    return Fraction(sum(len(a - b) for a, b in pairs), sizes[0])
+    try:
+        return 1 - agreement(one, other, layer)
+    except UsageError as error:
+        raise NotMeasurableError(error.what) from error
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from leaderboard.findings.operators import (
+    ANSWERING,
+    CONSTANT,
+    LARGER,
+    OPERATORS,
+    OTHER,
+    TRAINED,
+    UNFITTED,
+    USUAL,
+    called,
+)
 
 from prunebench.analysis import PERCENT, headline_cells, is_loss, published
 from prunebench.analysis.bootstrap import Sampled
-from prunebench.analysis.metrics import Cell, cell_sampled, paired_order, suite_mean
+from prunebench.analysis.metrics import Cell, cell_sampled, in_units, paired_order, suite_mean
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import Mask, canonical_json
 from prunebench.record import ItemTable, LeftOut, Run, read_run, runs_under
@@ -48,18 +59,16 @@ __all__ = [
     "dense",
     "gather",
     "pruned",
+    "trained_scale",
 ]
 
 RATIOS: Final = ("0.25", "0.5", "0.75")
 CRITERIA: Final = ("mone", "reap", "sge", "frequency", "random")
-CONSTANT: Final = "constant"
-TRAINED: Final = "reroute@trained"
-OTHER: Final = "reroute@other"
-OPERATORS: Final = (CONSTANT, TRAINED, OTHER)
 DRAWS: Final = ("A", "B", "C")
 GENERAL: Final = "world:general"
 IN_DOMAIN: Final = "world:arithmetic"
 
+_READ: Final = (*ANSWERING, *LARGER)  # the operators that some table asks for
 _RESOLVED: Final = {"trained": True, "other": False}  # whether a scale as asked for is the trained one
 
 
@@ -107,9 +116,9 @@ class Arm:
         model: its name.
         criterion: what chose the mask.
         ratio: share of experts pruned, as typed.
-        operator: one of `OPERATORS`.
+        operator: as `operators` names it.
         mask: what the mask was chosen on.
-        fit: what a constant was fitted on; of no meaning for an operator that fits nothing.
+        fit: what the operator was fitted on; of no meaning for one that fits nothing.
     """
 
     model: str
@@ -123,8 +132,13 @@ class Arm:
         if self.criterion is None:
             return f"{self.model} dense"
         chosen = f"{self.model} {self.criterion} ({self.mask}) {100 * float(self.ratio):g} %"
-        refitted = f" fitted on {self.fit}" if self.operator == CONSTANT and self.fit != self.mask else ""
+        refitted = f" fitted on {self.fit}" if self.fits and self.fit != self.mask else ""
         return f"{chosen} {self.operator}{refitted}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether its operator is fitted on a text."""
+        return self.operator not in UNFITTED
 
 
 def dense(model: str) -> Arm:
@@ -188,9 +202,17 @@ class Observed:
 
     @property
     def operator(self) -> str:
-        """As `OPERATORS` have it, with the scale as it was asked for."""
+        """As `operators` names it, with the scale as it was asked for, and the layers if it stands in a few only.
+
+        An operator of `USUAL` keeps its name where it could do nothing but what another does: a tilt without tokens.
+        """
+        stated = self.identity["operator"] or {}
         scale = self.arm["scale"]
-        return f"{self.arm['operator']}@{scale}" if scale else str(self.arm["operator"])
+        name = f"{self.arm['operator']}@{scale}" if scale else str(self.arm["operator"])
+        if stated.get("name") in USUAL:
+            name = called(stated["name"], stated["parameters"], stated["scale"])
+        special = [key for key in ("groups", "operator_layers") if key in self.identity]
+        return ", ".join([name, *(f"{key} {canonical_json(self.identity[key])}" for key in special)])
 
     @property
     def ratio(self) -> str:
@@ -234,7 +256,7 @@ class Evidence:
         models: dict[str, Model] = {}
         for run in runs:
             biased = "bias" in run.arm["convention"].split(", ")
-            models.setdefault(run.arm["model"], Model(_trained(run.arm), run.arm["model"], biased))
+            models.setdefault(run.arm["model"], Model(trained_scale(run.arm), run.arm["model"], biased))
             if run.arm["dense"]:
                 self._dense.append(run)
             else:
@@ -253,7 +275,7 @@ class Evidence:
         runs = [
             run
             for run in self._pruned.get((arm.model, arm.ratio, arm.operator), [])
-            if arm.operator != CONSTANT or run.draw("fit") == arm.fit
+            if not arm.fits or run.draw("fit") == arm.fit
         ]
         found = [run for run in runs if _chose(run, arm)]
         if not found:
@@ -266,7 +288,7 @@ class Evidence:
 
     def _choosing(self, arm: Arm) -> list[Observed]:
         """The runs under any operator whose mask was chosen as an arm's was."""
-        keys = [(arm.model, arm.ratio, operator) for operator in OPERATORS]
+        keys = [(arm.model, arm.ratio, operator) for operator in _READ]
         return [run for key in keys for run in self._pruned.get(key, []) if _chose(run, arm)]
 
     def score(self, arm: Arm, suite: Suite) -> Score:
@@ -312,14 +334,21 @@ class Evidence:
         tokens = f"{stated['blocks']} × {stated['length']}"
         return Chosen(Mask.from_json(run.record["mask"]), tokens, str(stated["fingerprint"]))
 
+    def stored_bytes(self, arm: Arm) -> int:
+        """What an arm's checkpoint holds."""
+        return int(self.find(arm).record["storage"]["total"])
+
+    def part(self, arm: Arm, name: str) -> Mapping[str, Any]:
+        """A part of an arm's record that only some runs have, such as `fit`."""
+        stated: Mapping[str, Any] | None = self.find(arm).record.get(name)
+        if stated is None:
+            raise NotMeasurableError(f"no {name} in the run of {arm}")
+        return stated
+
     def routing(self, arm: Arm) -> Mapping[str, Any]:
         """What the routers of an arm's run did."""
         routing: Mapping[str, Any] = self.find(arm).record["routing"]
         return routing
-
-    def operators_of(self) -> frozenset[str]:
-        """Every operator of a pruned run, without its scale."""
-        return frozenset(str(run.arm["operator"]) for runs in self._pruned.values() for run in runs)
 
 
 def _chose(run: Observed, arm: Arm) -> bool:
@@ -337,7 +366,7 @@ def _only(found: Sequence[Observed], arm: Arm) -> Observed:
     raise NotMeasurableError(f"{len(found)} runs of {arm}, which differ in {', '.join(differing)}")
 
 
-def _trained(arm: Mapping[str, Any]) -> str:
+def trained_scale(arm: Mapping[str, Any]) -> str:
     """The scale that the arm's router was trained with, from what its record says of the router."""
     words = str(arm["convention"]).split(", ")
     for word, scale in (("no renorm", "keep"), ("renorm", "renorm")):
@@ -379,7 +408,7 @@ def _unfit(run: Run) -> str:
     if run.record["status"] != "complete":
         return f"partial: made with a limit of {run.record['identity']['limit']} items"
     arm = run.record["arm"]
-    if arm["scale"] in _RESOLVED and (arm["resolved_scale"] == _trained(arm)) is not _RESOLVED[arm["scale"]]:
+    if arm["scale"] in _RESOLVED and (arm["resolved_scale"] == trained_scale(arm)) is not _RESOLVED[arm["scale"]]:
         return f"{arm['scale']} scale resolved to {arm['resolved_scale']}, on a router with {arm['convention']}"
     failed = [str(entry["check"]) for entry in run.record["integrity"] if entry["status"] == "fail"]
     return f"failed: {', '.join(failed)}" if failed else ""
@@ -388,7 +417,7 @@ def _unfit(run: Run) -> str:
 def _asked_for(run: Run) -> bool:
     """Whether some table can ask for the run's scores; all others are spared the resampling."""
     observed = Observed(run.record, {})
-    return bool(observed.arm["dense"]) or observed.operator in OPERATORS
+    return bool(observed.arm["dense"]) or observed.operator in _READ
 
 
 def _scores(run: Run) -> dict[str, Score]:
@@ -410,10 +439,8 @@ def _score(run: Run, suite: Suite) -> Score:
 def _in_units(mean: Sampled, wanted: Sequence[Cell], suite: Suite) -> Sampled:
     """Percent, or ln perplexity."""
     metrics = {cell[2] for cell in wanted}
-    if all(map(is_loss, metrics)) and suite.better < 0:
-        return Sampled(float(np.log(mean.value)), np.log(mean.draws_B), mean.n)
-    if metrics <= PERCENT and suite.better > 0:
-        return Sampled(100.0 * mean.value, 100.0 * mean.draws_B, mean.n)
+    if (all(map(is_loss, metrics)) and suite.better < 0) or (metrics <= PERCENT and suite.better > 0):
+        return in_units(mean, metrics)
     raise UsageError(f"{suite.name} is scored by {', '.join(sorted(metrics))}", expected=suite.title)
 
 

@@ -6,47 +6,35 @@ from dataclasses import dataclass
 from typing import Final
 
 from leaderboard.findings.evidence import Evidence
-from leaderboard.findings.text import Section, Summary, Table
+from leaderboard.findings.text import Section, Summary, Table, prose
 
 __all__ = ["not_measurable"]
 
 
 @dataclass(frozen=True)
 class _Limit:
-    """A finding out of reach.
-
-    Args:
-        finding: what the paper says, with its place.
-        needs: what would show it.
-        operators: names of operators of which a run would be needed, if that is what is missing.
-    """
+    """A finding out of reach: what the paper says, with its place, and what would show it."""
 
     finding: str
     needs: str
-    operators: tuple[str, ...] = ()
 
 
 _LIMITS: Final = (
     _Limit(
-        "The tilt beats the constant where damage is left; no operator is best everywhere (§4.1, §4.2)",
-        "runs of the tilt",
-        ("tilt",),
+        "The tilt's gain is less mask-dependent than rerouting's; SGE's and frequency's masks (§4.2, Table 5)",
+        "runs of the tilt on masks of SGE and frequency",
+    ),
+    _Limit("The tilt goes on rising with rank, to 128 (§4.3)", "runs of higher ranks"),
+    _Limit(
+        "Two more experts kept per layer; whitened SVD at four times the budget; the tilt at it (§4.3, App. C)",
+        "runs of them",
     ),
     _Limit(
-        "A copy of the top neurons equals the tilt at its budget; SVD copies do not help (§4.3, App. C)",
-        "runs of partial copies",
-        ("copy", "neurons", "svd"),
+        "The tilt in one layer only; a map shared by a layer; co-routed residuals (App. B.3, B.4)",
+        "runs of the operator in single layers, and second moments, which a record does not hold",
     ),
-    _Limit(
-        "More experts kept buy less than the tilt (§4.3)",
-        "runs of the tilt, and masks that keep one or two more",
-        ("tilt",),
-    ),
-    _Limit(
-        "Slot remapping, weight compensation and proxies do not reach rerouting (§5.2)",
-        "runs of ConMoE, COMPEL and MoRA",
-        ("conmoe", "compel", "mora"),
-    ),
+    _Limit("The fit needs a thousand sequences (App. B.5)", "runs on smaller calibration texts"),
+    _Limit("COMPEL and MoRA on masks of their own (App. D, H.7)", "their selections, of which no code is public"),
     _Limit("Fitted gains survive quantization and rerouting's erode; matched storage (§6.5)", "quantized runs"),
     _Limit(
         "Renormalization lowers ranking ability; answer bias on fixed-answer tasks (§5.1, §6.2, App. A.10)",
@@ -62,24 +50,17 @@ _LIMITS: Final = (
 )
 
 
-def not_measurable(evidence: Evidence) -> Section:
-    """A table of what is out of reach; it says so where runs of a missing operator have appeared."""
-    present = evidence.operators_of()
-    rows = tuple((limit.finding, limit.needs, _state(limit, present)) for limit in _LIMITS)
+def not_measurable(_evidence: Evidence) -> Section:
+    """A table of what is out of reach of this page, whatever the records."""
+    rows = tuple((limit.finding, limit.needs) for limit in _LIMITS)
     blocks = (
-        "What the paper finds and this page does not measure, and what would be needed.",
-        Table(("finding", "needs", "records"), rows),
+        prose("""
+            What the paper finds and this page does not measure, being not in these records or not read from them, and
+            what would be needed.
+        """),
+        Table(("finding", "needs"), rows),
     )
     summary = Summary(
         f"{len(_LIMITS)} further findings", "Listed in the last section.", "**not measurable**: see there"
     )
     return Section("Not measurable here", blocks, (summary,))
-
-
-def _state(limit: _Limit, present: frozenset[str]) -> str:
-    if not limit.operators:
-        return "not in these records, or not read by this page"
-    found = sorted(name for name in limit.operators if name in present)
-    missing = sorted(set(limit.operators) - set(found))
-    parts = [f"there are runs of {', '.join(found)}, which this page does not read"] * bool(found)
-    return "; ".join(parts + [f"no run of {', '.join(missing)}"] * bool(missing))

@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from leaderboard.findings.budgets import budgets
 from leaderboard.findings.crossing import crossing
 from leaderboard.findings.domain import in_domain
 from leaderboard.findings.drift import mask_drift
 from leaderboard.findings.evidence import Evidence, gather
+from leaderboard.findings.fits import fits
 from leaderboard.findings.generation import generative_damage, operator_ranks
 from leaderboard.findings.limits import not_measurable
 from leaderboard.findings.noise import calibration_noise
 from leaderboard.findings.order import operator_order
+from leaderboard.findings.refits import refits
+from leaderboard.findings.replacement import replacement
 from leaderboard.findings.routing import gate_mass
 from leaderboard.findings.scale import trained_scale
+from leaderboard.findings.survivors import survivors
 from leaderboard.findings.text import Section, Table, escaped, prose
 from leaderboard.findings.verdicts import CONTRAST_RULE, TALLY_RULE
 
@@ -35,6 +40,11 @@ _SECTIONS = (
     calibration_noise,
     operator_ranks,
     gate_mass,
+    replacement,
+    budgets,
+    survivors,
+    fits,
+    refits,
     not_measurable,
 )
 

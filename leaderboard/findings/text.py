@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from leaderboard.findings.evidence import RATIOS, SUITES, Evidence, Suite
-from leaderboard.findings.verdicts import Cell, Tally, Verdict, attempt
+from leaderboard.findings.verdicts import Cell, Tally, Verdict, attempt, direction, sides
+
+from prunebench.analysis.bootstrap import Sampled
 
 __all__ = [
     "Grid",
@@ -23,7 +25,9 @@ __all__ = [
     "grid_table",
     "percent",
     "prose",
+    "starred",
     "suite_grid",
+    "summed_up",
     "tallies",
     "titles_of",
 ]
@@ -117,22 +121,37 @@ def contrasts_in(*grids: Grid) -> int:
     return sum(cell.contrasts for grid in grids for cell in grid.values())
 
 
-def grid_table(grid: Grid, columns: Mapping[str, str], *, row: str = "model", unit: str = "models") -> Table:
-    """A grid with a line under each ratio that counts its verdicts."""
+def grid_table(
+    grid: Grid, columns: Mapping[str, str], *, group: str = "pruned", row: str = "model", unit: str = "models"
+) -> Table:
+    """A grid with a line under each ratio, or other first key under another `group`, that counts its verdicts."""
     rows: list[tuple[str, ...]] = []
-    for ratio in dict.fromkeys(key[0] for key in grid):
-        names = list(dict.fromkeys(key[1] for key in grid if key[0] == ratio))
-        rows += [(percent(ratio), name, *(str(grid[ratio, name, column]) for column in columns)) for name in names]
-        counts = [_counted([grid[ratio, name, column] for name in names], unit) for column in columns]
+    for first in dict.fromkeys(key[0] for key in grid):
+        shown = percent(first) if group == "pruned" else first
+        names = list(dict.fromkeys(key[1] for key in grid if key[0] == first))
+        rows += [(shown, name, *(str(grid[first, name, column]) for column in columns)) for name in names]
+        counts = [_counted([grid[first, name, column] for name in names], unit) for column in columns]
         if any(counts):
-            rows.append((f"**{percent(ratio)}**", "**all**", *counts))
-    return Table(("pruned", row, *columns.values()), tuple(rows))
+            rows.append((f"**{shown}**", "**all**", *counts))
+    return Table((group, row, *columns.values()), tuple(rows))
 
 
 def _counted(cells: Sequence[Cell], unit: str) -> str:
     """The tally of a column; nothing where a claim is judged nowhere, as a gap alone does not make one."""
     judged = any(cell.verdict not in (None, Verdict.MISSING) for cell in cells)
     return str(Tally.of(cells, unit)) if judged else ""
+
+
+def summed_up(cells: Sequence[Cell], unit: str) -> str:
+    """Cells in one: the tally where a claim is judged, else how many are better and worse; gaps as such."""
+    if any(cell.side is not None for cell in cells):
+        return sides(cells, unit)
+    return Tally.of(cells, unit).short
+
+
+def starred(difference: Sampled, suite: Suite) -> str:
+    """A difference without its interval; * where that excludes zero."""
+    return f"{difference.value:+z.{suite.digits}f}" + "*" * abs(direction(difference))
 
 
 def claims(by_ratio: Mapping[str, str]) -> str:

@@ -58,6 +58,25 @@ def test_intervals_agree_with_scipy_within_resampling_noise():
     assert ours.high == pytest.approx(theirs.confidence_interval.high, abs=noise)
 
 
+def test_a_paired_perplexity_ratio_agrees_with_scipy():
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(5, 40, 150).astype(float)
+    a, b = (tokens * rng.gamma(4, scale, 150) for scale in (0.5, 0.45))
+    ours = sampled(a, tokens).log().minus(sampled(b, tokens).log())
+    theirs = scipy.stats.bootstrap(
+        (a, b, tokens),
+        lambda x, y, n, axis: (x.sum(axis) - y.sum(axis)) / n.sum(axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=20_000,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    noise = 0.03 * (ours.interval().high - ours.interval().low)
+    assert ours.interval().low == pytest.approx(theirs.confidence_interval.low, abs=noise)
+    assert ours.interval().high == pytest.approx(theirs.confidence_interval.high, abs=noise)
+
+
 def test_intervals_cover_the_truth_as_often_as_they_say():
     rng = np.random.default_rng(3)
     hits = [
@@ -156,7 +175,8 @@ def test_two_thousand_items_take_about_a_second():
 
 
 def test_importing_takes_no_model_library():
-    code = "import sys, prunebench.analysis; print(sorted({'torch', 'transformers', 'scipy'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "scipy", "altair", "pyarrow"}
+    code = f"import sys, prunebench.analysis; print(sorted({heavy} & set(sys.modules)))"
     root = str(Path(analysis.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": root}

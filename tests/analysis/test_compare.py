@@ -208,4 +208,5 @@ def test_json_and_table_say_the_same(pair):
         assert name in text
     first = data["contrasts"][0]
     assert f"{100 * first['difference']['value']:+.2f}" in text
-    assert len(text.splitlines()) == 3 + 2 + 9
+    assert len(text.splitlines()) == 3 + 2 + 9 + 2
+    assert "exploratory, corrected for nothing" in text

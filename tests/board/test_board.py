@@ -125,7 +125,7 @@ def test_how_often_a_slot_moved_and_how_far_the_scales_are_apart_is_over_all_lay
 
 def test_differences_are_from_the_constant_on_the_same_mask(records, tmp_path):
     rows = markdown_rows(write_board(records, tmp_path).markdown.read_text())
-    column = "multiple_choice − constant (points [95 % CI])"
+    column = "multiple_choice − constant (points [95 % CI], exploratory)"
     value = {
         (r["method (mask)"], r["operator"], r["scale"][:5]): r["multiple_choice (% ↑ [95 % CI], n = 40)"] for r in rows
     }
@@ -163,7 +163,9 @@ def test_a_constant_asked_for_alike_comes_before_one_of_the_same_mask(factory, t
     assert "no constant arm" not in shown
     factory.write(tmp_path / "r" / "c", factory.make_items(n=4), **constant)
     rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
-    gain = next(row for row in rows if row["operator"] == "reroute")["arithmetic − constant (points [95 % CI])"]
+    gain = next(row for row in rows if row["operator"] == "reroute")[
+        "arithmetic − constant (points [95 % CI], exploratory)"
+    ]
     assert gain == "+0.0 [+0.0, +0.0]"
     factory.write(tmp_path / "r" / "d", factory.make_items(n=4), **constant, identity={"operator": {"version": 2}})
     assert "several constant arms" in write_board(tmp_path / "r", tmp_path).markdown.read_text()

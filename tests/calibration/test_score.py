@@ -51,12 +51,8 @@ def result(moe, tokens):
 
 def test_a_methods_own_statistic_rides_along_and_built_in_ones_are_always_there(result):
     names = {
-        "count",
-        "gate_sum",
-        "norm_sum",
-        "gate_norm_sum",
-        "gate_squared_norm_squared_sum",
-        "output_moments",
+        *("count", "gate_sum", "score_sum", "score_total", "norm_sum", "norm_squared_sum", "gate_norm_sum"),
+        *("gate_squared_norm_squared_sum", "output_max", "residual_sums", "output_moments", "released_moments"),
         "widest",
     }
     assert all(set(statistics) == names for statistics in result.layers.values())

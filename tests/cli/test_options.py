@@ -15,41 +15,45 @@ MACHINE = {
     "--device-map",
     "--experts-implementation",
     "--batch-tokens",
+    "--unsafe-local",
     "--dry-run",
 }
+
+SELECTION = {"--model", "--method", "--param", "--ratio", "--keep", "--scope", "--protect", "--spare"}
+CALIBRATION = {"--text", "--blocks", "--length", "--draw", "--seed"}
 
 OPTIONS = {
     "list": {"--json"},
     "inspect": {"--json", "MODEL", "--config-only", "--device", "--dtype"},
     "run": {
         "--json",
-        "--model",
-        "--method",
-        "--param",
-        "--ratio",
-        "--keep",
         "--mask",
         "--operator",
         "--operator-param",
         "--operator-layers",
         "--scale",
         "--groups",
-        "--text",
-        "--blocks",
-        "--length",
-        "--draw",
         "--fit-text",
         "--fit-blocks",
         "--fit-length",
         "--fit-draw",
         "--suite",
-        "--seed",
         "--out",
     }
+    | SELECTION
+    | CALIBRATION
     | MACHINE,
     "grid": {"--json", "TRACK", "--out", "--jobs"} | MACHINE,
+    "mask compute": {"--json", "--out", "--device", "--dtype", "--batch-tokens"} | SELECTION | CALIBRATION,
+    "mask show": {"--json", "MASK"},
+    "mask overlap": {"--json", "MASK"},
+    "mask diff": {"--json", "A", "B"},
+    "mask validate": {"--json", "MASK", "--model"},
     "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
-    "compare": {"--json", "RUN_A", "RUN_B", "--suite"},
+    "compare": {
+        *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
+        *("--robustness", "--few-shot", "--fixed-answer"),
+    },
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
     "check": {"--cards", "--expect", "--json", "--markdown", "--only", "--param", "FILE"},
@@ -58,9 +62,14 @@ OPTIONS = {
 }
 
 
-def verbs() -> dict[str, argparse.ArgumentParser]:
-    (action,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(action.choices)
+def verbs(parser: argparse.ArgumentParser | None = None, before: str = "") -> dict[str, argparse.ArgumentParser]:
+    """Every verb, those below another one by both names."""
+    found = {}
+    for action in (parser or cli._parser())._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                found |= verbs(sub, f"{before}{name} ") or {f"{before}{name}": sub}
+    return found
 
 
 def test_the_options_of_every_verb():
@@ -73,7 +82,7 @@ def test_the_options_of_every_verb():
 
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_every_verb_and_every_option_explains_itself(verb, capsys):
-    assert cli.main([verb, "--help"]) == 0
+    assert cli.main([*verb.split(), "--help"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     for option in OPTIONS[verb]:

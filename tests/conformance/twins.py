@@ -217,6 +217,12 @@ TWINS = [
         ),
     ),
     twin(
+        "whole_budget",
+        "counts over layers whatever it is asked",
+        imports("prunebench"),
+        before(SELECT, "budget = prunebench.Budget(budget.ratio, budget.keep, budget.protected)"),
+    ),
+    twin(
         "fills_top_k",
         "empties a router group",
         imports("prunebench"),

@@ -197,6 +197,6 @@ def test_a_bad_task_file_is_one_clear_line(tmp_path, content):
 
 def test_task_files_hold_no_path_of_a_machine():
     for path in sorted((Path(__file__).parents[2] / "suites/tasks").glob("*.yaml")):
-        for data in TaskFile(path).config["dataset_kwargs"]["data_files"].values():
+        for data in TaskFile(path).config.get("dataset_kwargs", {}).get("data_files", {}).values():
             assert not Path(data).is_absolute()
             assert ".." not in Path(data).parts

@@ -12,7 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("page", "evidence", "verdicts", "drift", "text", "generation", "__main__")
+MODULES = (
+    "page",
+    "evidence",
+    "verdicts",
+    "drift",
+    "text",
+    "generation",
+    "operators",
+    "ranks",
+    "fits",
+    "budgets",
+    "settings",
+    "__main__",
+)
 
 
 def _module(name):
@@ -58,6 +71,23 @@ def records(maker, quick, tmp_path_factory):
 @pytest.fixture(scope="session")
 def evidence(findings, records):
     return findings.evidence.gather(records)
+
+
+@pytest.fixture(scope="session")
+def page(findings, evidence):
+    return findings.page.results_page(evidence)
+
+
+@pytest.fixture(scope="session")
+def reading():
+    """A page as tables."""
+    return _module("reading")
+
+
+@pytest.fixture(scope="session")
+def sections(page, hand, reading):
+    """The tables of the page by section."""
+    return reading.sections(page, hand.Same)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,61 @@ class Spec(NamedTuple):
     scale: str | None = None
     mask: tuple[str, str] | None = None
     fit: tuple[str, str] | None = None
+    parameters: tuple[tuple[str, object], ...] = ()
+    keep: int | None = None
+
+    def __repr__(self):
+        """Also what outcomes are drawn from; fields of no meaning are left out."""
+        shown = [f"{name}={value!r}" for name, value in zip(self._fields[:7], self, strict=False)]
+        more = [f"{name}={value!r}" for name, value in (("parameters", self.parameters), ("keep", self.keep)) if value]
+        return f"Spec({', '.join(shown + more)})"
+
+
+USUAL = {
+    "tilt": {"rank": 32, "ridge": 0.01, "clip": 4.0},
+    "neurons": {"tilt_rank": 32, "times": 1},
+    "svd": {"tilt_rank": 32, "times": 1},
+    "svd-whitened": {"tilt_rank": 32, "times": 1, "damping": 1e-06},
+    "mora": {"threshold": 0.4, "ridge": 1e-06, "scale": "trained"},
+    "conmoe-nearest": {},
+    "conmoe-functional": {"candidates": 4, "states": 64, "seed": 0},
+    "compel": {"gamma": 0.1, "epsilon": 1e-12, "scale": "trained"},
+}
+# By the name on the page: of which method, with which parameters, at which scale that was asked for.
+FILLS = {
+    "tilt(rank=4)": ("tilt", {"rank": 4}, None),
+    "tilt(rank=8)": ("tilt", {"rank": 8}, None),
+    "neurons(tilt_rank=8)": ("neurons", {"tilt_rank": 8}, None),
+    "svd(tilt_rank=8)": ("svd", {"tilt_rank": 8}, None),
+    "svd-whitened(tilt_rank=8)": ("svd-whitened", {"tilt_rank": 8}, None),
+}
+HANDED = {
+    "mora": ("mora", {}, None),
+    "conmoe-nearest": ("conmoe-nearest", {}, None),
+    "conmoe-functional": ("conmoe-functional", {}, None),
+    "compel": ("compel", {}, None),
+    "compel@other": ("compel", {}, "other"),
+}
+LARGER = {
+    "neurons(tilt_rank=8, times=4)": ("neurons", {"tilt_rank": 8, "times": 4}, None),
+    "svd(tilt_rank=8, times=4)": ("svd", {"tilt_rank": 8, "times": 4}, None),
+}
+OPERATORS = FILLS | HANDED | LARGER
+REFITTED = [*FILLS, "mora", "conmoe-functional", "compel"]
+PROXIES = 0.4  # R² above which the made MoRA uses a survivor
+
+
+def operator(name, model, ratio, criterion="mone", *, fit=None):
+    """An arm of another operator than the constant and rerouting, by its name on the page."""
+    method, asked, scale = OPERATORS[name]
+    mask = ("world:general", "A")
+    own = None if method == "conmoe-nearest" else fit or mask
+    return Spec(model, criterion, ratio, method, scale, mask, own, tuple((USUAL[method] | asked).items()))
+
+
+def one_more(model):
+    """The constant where one more expert is kept than at 50 %."""
+    return Spec(model, "mone", None, "constant", None, *[("world:general", "A")] * 2, keep=EXPERTS // 2 + 1)
 
 
 def arm(model, ratio, operator, criterion="mone", *, mask=("world:general", "A"), fit=None):
@@ -59,7 +114,11 @@ def track(model):
     arms += [arm(model, r, "constant", mask=mask) for r in RATIOS for mask in general[1:] + own[1:]]
     arms += [arm(model, r, o, mask=own[0]) for r in RATIOS for o in operators]
     arms += [arm(model, "0.5", "constant", mask=a, fit=b) for a, b in ((general[0], own[0]), (own[0], general[0]))]
-    assert len(set(arms)) == len(arms) == 71
+    arms += [operator(name, model, r, c) for r in RATIOS for c in CRITERIA[:2] for name in FILLS | HANDED]
+    arms += [operator(name, model, "0.5") for name in LARGER]
+    arms += [operator(name, model, "0.5", fit=fit) for name in REFITTED for fit in general[1:]]
+    arms += [one_more(model)]
+    assert len(set(arms)) == len(arms) == 150
     return arms
 
 
@@ -89,7 +148,7 @@ def weights(task):
 
 def pruned(spec):
     """Pruned ids by layer: an order by criterion and text, a few swaps of it by draw."""
-    count = int(float(spec.ratio) * EXPERTS)
+    count = EXPERTS - spec.keep if spec.keep else int(float(spec.ratio) * EXPERTS)
     text, draw = spec.mask or ("", "")
     result = {}
     for layer in LAYERS:
@@ -108,6 +167,83 @@ def routing(spec):
         layer: (calls := int(rng.integers(500, 900)), shown := int(rng.integers(1, calls)), 0.7 * shown, shown // 5)
         for layer in LAYERS
     }
+
+
+def fit(spec):
+    """How a fit went: by layer and pruned expert (tokens, squared error, constant's, gate square, held-out share)."""
+    made = {}
+    for layer, experts in pruned(spec).items():
+        made[layer] = {}
+        for expert in experts:
+            rng = np.random.default_rng(seed("fit", spec, layer, expert))
+            tokens = int(rng.integers(0, 4)) and int(rng.integers(1, 400))
+            constant = float(rng.gamma(2, 50.0)) if tokens else 0.0
+            share = float(rng.uniform(-0.2, 1))
+            held = float(rng.uniform(-0.5, 0.9)) if tokens else None
+            unused = spec.operator == "mora" and (held is None or held <= PROXIES)
+            errors = (0.0, 0.0) if unused else (constant * (1 - share), constant)
+            made[layer][expert] = (tokens, *errors, float(rng.gamma(2, 0.01)), held)
+    return made
+
+
+def outcome(spec, layer, expert):
+    """How the made MoRA or functional remap decided."""
+    if spec.operator == "mora":
+        held = fit(spec)[layer][expert][4]
+        return "proxy" if held is not None and held > PROXIES else ""
+    kinds = ("functional", "nearest already best", "folds disagree", "empty fold")
+    return kinds[seed("outcome", spec, layer, expert) % 4] if spec.operator == "conmoe-functional" else ""
+
+
+def targets(spec):
+    """By layer, which survivor answers for which pruned expert; few of them for the nearest of the first model."""
+    made = {}
+    for layer, gone in pruned(spec).items():
+        survivors = [expert for expert in range(EXPERTS) if expert not in gone]
+        few = (spec.operator == "conmoe-nearest") == (spec.model == "plain")
+        own = survivors[:1] if few else survivors
+        made[layer] = {expert: own[seed("target", spec, layer, expert) % len(own)] for expert in gone}
+    return made
+
+
+def remap(spec):
+    """The record's part of it."""
+    chosen = targets(spec)
+    loads = [(layer, survivor) for layer, own in chosen.items() for survivor in own.values()]
+    told = [outcome(spec, layer, expert) for layer, own in chosen.items() for expert in own]
+    return {
+        "slots": len(loads),
+        "targets": len(set(loads)),
+        "most": max(loads.count(one) for one in loads),
+        "outcomes": {kind: told.count(kind) for kind in sorted(set(told)) if kind},
+        "layers": {str(layer): {str(e): j for e, j in own.items()} for layer, own in chosen.items()},
+    }
+
+
+def fit_columns(spec):
+    """The record's part of it, in columns; the shares that it states are not what the page is made from."""
+    layers = {}
+    for layer, rows in fit(spec).items():
+        tokens, left, constant, gates, held = (list(column) for column in zip(*rows.values(), strict=True))
+        outcomes = [outcome(spec, layer, expert) for expert in rows]
+        fallbacks = [e for e, row in rows.items() if not row[2]]
+        layers[str(layer)] = {
+            **dict.fromkeys(("fit_share", "weighted_fit_share", "weighted_held_out_share"), 0.5),
+            "fallbacks": {str(expert): "for a reason" for expert in fallbacks},
+            "experts": list(rows),
+            "tokens": tokens,
+            "squared_error": left,
+            "constant_squared_error": constant,
+            "gate_square": gates,
+            **({} if spec.operator == "conmoe-functional" else {"held_out_share": held}),
+            **({"outcome": outcomes} if any(outcomes) else {}),
+        }
+    return {"tokens": 32, "proof": {}, "layers": layers}
+
+
+def stored(spec):
+    """Bytes of an arm's checkpoint."""
+    return 100_000 + seed("stored", spec) % 50_000
 
 
 def items(spec):
@@ -139,13 +275,16 @@ def record(spec, **changes):
         mask = Mask(SHAPE, tuple(LayerMask(layer, EXPERTS, ids) for layer, ids in pruned(spec).items()))
     trained = "keep" if MODELS[spec.model] == KEEP else "renorm"
     other = {"keep": "renorm", "renorm": "keep"}[trained]
-    operator = {"name": spec.operator, "version": 1, "file_sha256": "00", "parameters": {}, "scale": spec.scale}
+    refills = spec.operator in {"reroute", "compel", "mora"}
+    asked = spec.scale or ("trained" if refills else None)
+    operator = {"name": spec.operator, "version": 1, "file_sha256": "00"}
+    operator |= {"parameters": dict(spec.parameters), "scale": spec.scale}
     identity = {
         "engine": 1,
         "model": {"name": spec.model, "weights_sha256": spec.model, "tokenizer_sha256": "7e", "shape": SHAPE},
         "method": None if dense else {"name": spec.criterion, "version": 1, "file_sha256": "00", "parameters": {}},
         "operator": None if dense else operator,
-        "budget": None if dense else {"ratio": spec.ratio},
+        "budget": None if dense else {"keep": spec.keep} if spec.keep else {"ratio": spec.ratio},
         "mask": None if dense else {"digest": mask.digest, "source": spec.criterion},
         "calibration": None if dense else {"mask": calibration(spec.mask), "fit": calibration(spec.fit)},
         "suites": {suite: {"version": 1, "content": "c0ffee"} for suite in CELLS},
@@ -159,10 +298,10 @@ def record(spec, **changes):
     layers = {
         str(layer): {
             "calls": calls,
-            "filled_share": 0.0 if spec.operator == "reroute" else 0.4,
-            "displaced_share": shown / calls if spec.operator == "reroute" else 0.0,
-            "keep_over_renorm": total / shown if spec.operator == "reroute" else 1.0,
-            "above_one_share": above / shown if spec.operator == "reroute" else 0.0,
+            "filled_share": 0.0 if refills else 0.4,
+            "displaced_share": shown / calls if refills else 0.0,
+            "keep_over_renorm": total / shown if refills else 1.0,
+            "above_one_share": above / shown if refills else 0.0,
         }
         for layer, (calls, shown, total, above) in routing(spec).items()
     }
@@ -176,22 +315,24 @@ def record(spec, **changes):
             "convention": MODELS[spec.model],
             "mask": spec.criterion,
             "operator": spec.operator,
-            "scale": spec.scale,
-            "resolved_scale": {None: None, "trained": trained, "other": other}[spec.scale],
+            "scale": asked,
+            "resolved_scale": {None: None, "trained": trained, "other": other}[asked],
             "ratio": None if dense else mask.pruned_count / (EXPERTS * len(LAYERS)),
-            "keep": None,
+            "keep": spec.keep,
             "dense": dense,
         },
         # What a record states of its scores is not what the page is made from.
         "metrics": {suite: {"value": 0.5, "low": 0.0, "high": 1.0, "n": 1} for suite in CELLS},
         "headline": {suite: [list(cell[:3]) for cell in cells] for suite, cells in CELLS.items()},
         "integrity": [{"check": "empty mask", "status": "pass", "detail": ""}],
-        "storage": {"total": 3, "parts": {"experts": 2, "router": 1}},
+        "storage": {"total": stored(spec), "parts": {"experts": stored(spec) - 1, "router": 1}},
         "routing": {} if dense else {"layers": layers},
         "mask": None if mask is None else mask.to_json(),
         "tensors": {},
         "provenance": {},
         "volatile": {},
+        **({"fit": fit_columns(spec)} if spec.operator in USUAL and spec.fit and spec.operator != "compel" else {}),
+        **({"remap": remap(spec)} if str(spec.operator).startswith("conmoe") else {}),
     } | changes
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.mask import LayerMask, Mask
+from prunebench.packing import pack
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +55,44 @@ def test_a_missing_arm_is_a_named_gap_in_every_cell_that_needs_it_and_in_no_othe
     assert unchanged == [line for line in page.splitlines() if line.startswith("| 50 % | normed")]
     assert "not measurable on 1" in page
     assert name not in whole
+
+
+def test_a_missing_operator_is_a_gap_of_its_setting_and_leaves_the_counts_of_others(findings, without):
+    arm = findings.evidence.pruned("plain", "0.25", "tilt(rank=8)")
+    page = findings.page.results_page(without(arm))
+    gap = "not measurable: no run of plain mone (general A) 25 % tilt(rank=8)"
+    best = page.split("The best of all 13 operators")[1].split("## 11. ")[0]
+    assert f"| mone | 25 % | plain (keep) | {' | '.join([gap] * 4)} |" in best
+    assert len(re.findall(r"below \d+ of 11", best)) == 13 * 4
+    assert best.count("operators below the best of some setting, 1 not measurable)") == 4
+    fits = page.split("## 13. ")[1].split("## 14. ")[0]
+    assert fits.count(gap) > 3
+    assert all("| 25 % | plain" in line for line in fits.splitlines() if gap in line)
+
+
+def test_a_run_that_does_not_say_how_its_fit_went_has_no_shares(findings, gather, maker):
+    spec = maker.operator("tilt(rank=8)", "plain", "0.5")
+    evidence = gather(spec, maker.arm("plain", "0.5", "constant"))
+    tilt, constant = (findings.evidence.pruned("plain", "0.5", name) for name in ("tilt(rank=8)", "constant"))
+    assert evidence.part(tilt, "fit") == maker.record(spec)["fit"]
+    with pytest.raises(findings.evidence.NotMeasurableError, match=r"^no fit in the run of plain mone .* constant$"):
+        evidence.part(constant, "fit")
+
+
+def test_one_more_expert_kept_is_one_in_every_layer(findings, gather, maker, evidence):
+    more, setting = findings.budgets.one_more_kept, findings.settings.Setting
+    (plain,) = (model for model in evidence.models if model.name == "plain")
+    assert evidence.find(more(evidence, setting(plain))).arm["keep"] == maker.EXPERTS // 2 + 1
+    held, spec = maker.arm("plain", "0.5", "constant"), maker.one_more("plain")
+    uneven = Mask(maker.SHAPE, tuple(LayerMask(layer, maker.EXPERTS, range(n)) for layer, n in ((1, 2), (2, 4))))
+    record = maker.record(spec)
+    changes = {
+        "mask": uneven.to_json(),
+        "identity": {"mask": {"digest": uneven.digest, "source": "mone"}, "budget": {}},
+        "arm": record["arm"] | {"keep": None},
+    }
+    with pytest.raises(findings.evidence.NotMeasurableError, match="does not keep one more expert in every layer"):
+        more(gather(held, (spec, changes)), setting(plain))
 
 
 def test_without_a_dense_run_shares_are_gaps_and_differences_are_not(findings, without):
@@ -227,6 +267,16 @@ def test_the_same_records_give_the_same_bytes_wherever_they_are(findings, record
     assert pages[0] == pages[1]
     assert str(tmp_path).encode() not in pages[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "here.md", "there", "there.md"]
+
+
+def test_packed_runs_give_the_page_that_they_gave_before(findings, records, tmp_path):
+    chosen = sorted(records.glob("*/*"))[::7]
+    for path in chosen:
+        shutil.copytree(path, tmp_path / "runs" / path.parent.name / path.name)
+    pages = [findings.page.write_results(tmp_path / "runs", tmp_path / "before.md").path.read_bytes()]
+    assert pack(tmp_path / "runs").changed == len(chosen)
+    pages.append(findings.page.write_results(tmp_path / "runs", tmp_path / "after.md").path.read_bytes())
+    assert pages[0] == pages[1]
 
 
 def test_the_command_writes_the_page_and_answers_with_exit_codes(findings, maker, quick, tmp_path, capsys):

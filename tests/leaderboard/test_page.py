@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from itertools import combinations, pairwise
 
-import pytest
-
 SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
 OPERATORS = ("constant", "trained", "other")
 NAMES = {"constant": "constant", "trained": "reroute@trained", "other": "reroute@other"}
@@ -14,32 +12,6 @@ GENERAL, OWN = ("world:general", "A"), ("world:arithmetic", "A")
 TITLES = {"plain": "plain (keep)", "normed": "normed (renorm)"}
 RATIOS = {"0.25": "25 %", "0.5": "50 %", "0.75": "75 %"}
 GRID = [(ratio, model, suite) for ratio in RATIOS for model in TITLES for suite in SUITES]
-
-
-@pytest.fixture(scope="module")
-def page(findings, evidence):
-    return findings.page.results_page(evidence)
-
-
-@pytest.fixture(scope="module")
-def sections(page, hand):
-    """By number, the tables of a section: each (ratio, row title) -> cells, or plain rows where there is no ratio."""
-    parts = re.split(r"^## (\d+)\. .*$", page, flags=re.MULTILINE)
-    return {
-        int(parts[at]): [rows_of(table, hand.Same) for table in tables(parts[at + 1])] for at in range(1, len(parts), 2)
-    }
-
-
-def tables(text):
-    blocks = re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE)
-    rows = [[line.strip().strip("|").split("|") for line in block.strip().split("\n")] for block in blocks]
-    return [[[cell.strip() for cell in row] for number, row in enumerate(table) if number != 1] for table in rows]
-
-
-def rows_of(table, same):
-    if table[0][0] != "pruned":
-        return table[1:]
-    return {(row[0].strip("*"), row[1].strip("*")): [same(text) for text in row[2:]] for row in table[1:]}
 
 
 def cell(table, ratio, row, suite):
@@ -360,8 +332,8 @@ def test_what_rerouting_did_to_the_gates(sections, maker):
         assert words == ["seen" if one else "not seen" for one in holds]
 
 
-def test_the_first_table_repeats_the_counts_of_the_sections(page, maker, hand):
-    summary = tables(page)[0]
+def test_the_first_table_repeats_the_counts_of_the_sections(page, maker, hand, reading):
+    summary = reading.tables(page)[0]
     assert summary[0] == ["section", "finding", "in the paper", "here"]
     line = next(row for row in summary if "was trained with (MoNE's mask)" in row[1])[3].split("<br>")[0]
     parts = []

@@ -98,7 +98,7 @@ def test_grids_take_from_their_track_what_they_do_not_say(tmp_path):
         (text(name=None), "lacks name"),
         (text(models=None, name=None), "lacks name, models"),
         (text(operators=None, masks=None), "lacks masks, operators"),
-        (text() + "[[grid]]\nmodels = ['m']\n", "unknown key 'models'; in .*grid 1"),
+        (text() + "[[grid]]\nsuites = ['x']\n", "unknown key 'suites'; in .*grid 1"),
         (text() + "[[grid]]\n[[grid]]\nfit = { draw = 'B' }\n", "unknown key 'draw'; in .*grid 2, fit.*draws"),
         (text(masks=None) + "[[grid]]\nmasks = ['reap']\n[[grid]]\n", "lacks masks; in .*grid 2"),
         (text() + "[[grid]]\nkeep = [8]\nratios = ['0.5']\n", "exactly one of ratios and keep; in .*grid 1"),
@@ -132,6 +132,29 @@ def test_every_defect_is_one_line_that_names_the_file(content, says, tmp_path):
         read(tmp_path, content)
     assert "track.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_grid_may_be_for_some_of_the_models_only(tmp_path):
+    grids = '[[grid]]\nmasks = ["reap"]\n[[grid]]\nmodels = ["n"]\nmasks = ["razor(quantity=rcs)"]\n'
+    track = read(tmp_path, text(ratios='["0.5"]', operators='["constant"]', calibration=None) + grids)
+    assert [(arm.model, arm.method, arm.parameters) for arm in track.arms if not arm.dense] == [
+        ("m", "reap", ()),
+        ("n", "reap", ()),
+        ("n", "razor", ("quantity=rcs",)),
+    ]
+    with pytest.raises(UsageError, match=r"o is no model of the track; in .*, grid 1; expected m, n"):
+        read(tmp_path, text() + '[[grid]]\nmodels = ["o"]\n')
+
+
+def test_parameters_of_criteria_and_operators_are_named_in_parentheses(tmp_path):
+    operators = '["tilt(rank=8)", "mora(threshold=0.2, ridge=0)@renorm", "./a(b)/op.py"]'
+    track = read(tmp_path, text(models='["m"]', ratios='["0.5"]', masks='["x(p=1)"]', operators=operators))
+    found = [(arm.operator, arm.operator_parameters, arm.scale) for arm in track.arms if arm.draw == "A"][1:]
+    assert found == [
+        ("tilt", ("rank=8",), None),
+        ("mora", ("threshold=0.2", "ridge=0"), "renorm"),
+        ("./a(b)/op.py", (), None),
+    ]
 
 
 def test_an_unreadable_track_is_one_line(tmp_path):

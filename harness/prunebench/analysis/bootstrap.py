@@ -4,23 +4,36 @@ Every task is its own stratum with its own random stream, keyed by (seed, suite,
 their resamples, so a paired contrast is a subtraction, and which other tasks are present changes nothing. The stream is
 the raw output of PCG64, which numpy promises to keep, so that a published interval can be recomputed years later.
 
+Items that belong together (samples of one problem, questions on one passage) are a cluster and are drawn together.
+
 Intervals cover the noise of the test items only, not of the calibration text.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from prunebench.errors import UsageError
 
-__all__ = ["LEVEL", "RESAMPLES", "SEED", "Interval", "Sampled", "confidence_interval", "resample_counts", "sampled"]
+__all__ = [
+    "LEVEL",
+    "RESAMPLES",
+    "SEED",
+    "Interval",
+    "Sampled",
+    "confidence_interval",
+    "item_counts",
+    "resample_counts",
+    "sampled",
+    "sampled_columns",
+]
 
 RESAMPLES: Final = 10_000
 SEED: Final = 0
@@ -75,9 +88,17 @@ class Sampled:
         """The paired ratio."""
         return Sampled(self.value / other.value, self.draws_B / other.draws_B, self.n)
 
+    def times(self, factor: float) -> Sampled:
+        """A multiple, such as 100 for percent."""
+        return Sampled(factor * self.value, factor * self.draws_B, self.n)
+
+    def log(self) -> Sampled:
+        """The natural logarithm; a difference of two is the logarithm of their ratio."""
+        return Sampled(float(np.log(self.value)), np.log(self.draws_B), self.n)
+
     @classmethod
-    def macro_mean(cls, parts: list[Sampled]) -> Sampled:
-        """The unweighted mean over tasks; n is the total."""
+    def macro_mean(cls, parts: Sequence[Sampled]) -> Sampled:
+        """The unweighted mean over tasks, masks or draws; n is the total."""
         return cls(
             float(np.mean([part.value for part in parts])),
             np.mean([part.draws_B for part in parts], axis=0),
@@ -112,6 +133,33 @@ def _kept_counts(seed: int, suite: str, task: str, n: int, resamples: int) -> tu
     return tuple(resample_counts(seed, suite, task, n, resamples))
 
 
+def item_counts(
+    clusters: ArrayLike, *, suite: str = "", task: str = "", seed: int = SEED, resamples: int = RESAMPLES
+) -> Iterator[NDArray[np.uint16]]:
+    """How often each of N items is in each resample of a task, in blocks of rows that together are (B, N).
+
+    For statistics that are no ratio of sums, such as a rank or a best threshold.
+
+    Args:
+        clusters: the cluster of each item, (N,), any labels; items of one are drawn together.
+        suite: with `task` and `seed`, the key of the random stream.
+        task: see `suite`.
+        seed: see `suite`.
+        resamples: B.
+    """
+    place_N, groups = _places(clusters)
+    for counts in resample_counts(seed, suite, task, groups, resamples):
+        yield counts if groups == len(place_N) else counts[:, place_N]
+
+
+def _places(clusters: ArrayLike) -> tuple[NDArray[np.intp], int]:
+    """The number of each item's cluster, counted by first appearance, and how many clusters there are."""
+    _, first, inverse = np.unique(np.asarray(clusters), return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.intp)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse.reshape(-1)], len(first)
+
+
 def _weighted_sums(columns_NC: Floats, seed: int, suite: str, task: str, resamples: int) -> Floats:
     """Sum of each column over each resample, (B, C)."""
     n = len(columns_NC)
@@ -120,20 +168,24 @@ def _weighted_sums(columns_NC: Floats, seed: int, suite: str, task: str, resampl
     return np.concatenate([counts.astype(np.float64) @ columns_NC for counts in blocks])
 
 
-def sampled(
-    values: ArrayLike,
+def sampled_columns(
+    values_NC: ArrayLike,
     weights: ArrayLike | None = None,
     *,
+    clusters: ArrayLike | None = None,
     suite: str = "",
     task: str = "",
     seed: int = SEED,
     resamples: int = RESAMPLES,
-) -> Sampled:
-    """A task's statistic on its items and on the task's resamples.
+) -> list[Sampled]:
+    """A task's statistic for many runs on the same items, with the resamples drawn once.
 
     Args:
-        values: one number per item, (N,). The order is part of the meaning: runs to be paired must agree on it.
-        weights: None for the mean of `values`; the scored tokens per item, (N,), for exp(Σ values / Σ weights).
+        values_NC: one number per item and run. The order of items is part of the meaning: runs to be paired must agree
+            on it.
+        weights: None for means of values; the scored tokens per item, (N,), for exp(Σ values / Σ weights).
+        clusters: which items are drawn together, (N,), any labels; None if each is alone. With clusters of different
+            sizes a mean is a ratio of two sums that both vary.
         suite: with `task` and `seed`, the key of the random stream.
         task: see `suite`.
         seed: see `suite`.
@@ -142,18 +194,43 @@ def sampled(
     Raises:
         UsageError: without items.
     """
-    values_N = np.asarray(values, dtype=np.float64)
-    if values_N.ndim != 1 or not len(values_N):
+    values_NC = np.asarray(values_NC, dtype=np.float64)
+    if values_NC.ndim != 2 or not len(values_NC):
         raise UsageError("no items to resample", where=f"{suite}/{task}", expected="at least one item")
-    if weights is None:
-        draws_B = _weighted_sums(values_N[:, None], seed, suite, task, resamples)[:, 0] / len(values_N)
-        return Sampled(float(values_N.mean()), draws_B, len(values_N))
-    weights_N = np.asarray(weights, dtype=np.float64)
-    sums_B2 = _weighted_sums(np.stack([values_N, weights_N], axis=1), seed, suite, task, resamples)
-    with np.errstate(over="ignore"):
-        draws_B = np.exp(sums_B2[:, 0] / sums_B2[:, 1])
-        value = float(np.exp(values_N.sum() / weights_N.sum()))
-    return Sampled(value, draws_B, len(values_N))
+    n = len(values_NC)
+    own_N = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
+    place_N, groups = (np.arange(n), n) if clusters is None else _places(clusters)
+    columns = np.concatenate([values_NC, own_N[:, None]], axis=1)
+    if groups < n:
+        own = columns
+        columns = np.zeros((groups, own.shape[1]))
+        np.add.at(columns, place_N, own)
+    # Without weights and clusters every resample has n items, and one column less is summed.
+    plain = weights is None and groups == n
+    sums_BC = _weighted_sums(columns[:, :-1] if plain else columns, seed, suite, task, resamples)
+    draws_BC = sums_BC / n if plain else sums_BC[:, :-1] / sums_BC[:, -1:]
+    values_C = np.array([column.sum() for column in values_NC.T]) / own_N.sum()
+    if weights is not None:
+        with np.errstate(over="ignore"):
+            draws_BC, values_C = np.exp(draws_BC), np.exp(values_C)
+    # Copies, so that keeping one run's draws does not keep all.
+    return [Sampled(float(value), draws_BC[:, at].copy(), n) for at, value in enumerate(values_C)]
+
+
+def sampled(
+    values: ArrayLike,
+    weights: ArrayLike | None = None,
+    *,
+    clusters: ArrayLike | None = None,
+    suite: str = "",
+    task: str = "",
+    seed: int = SEED,
+    resamples: int = RESAMPLES,
+) -> Sampled:
+    """A task's statistic for one run: `values` is (N,), the rest is as for `sampled_columns`."""
+    column = np.asarray(values, dtype=np.float64).reshape(-1, 1)
+    key: dict[str, Any] = {"suite": suite, "task": task, "seed": seed, "resamples": resamples}
+    return sampled_columns(column, weights, clusters=clusters, **key)[0]
 
 
 def confidence_interval(

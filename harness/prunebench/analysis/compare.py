@@ -1,29 +1,37 @@
-"""Two runs on the same items: paired differences, per suite and per task."""
+"""Two runs on the same items: paired differences, per suite and per task.
+
+Looked at one by one and corrected for nothing, so exploratory; declared families are `analysis.declared`'s.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import tabulate
 
 from prunebench.analysis.bootstrap import LEVEL, RESAMPLES, SEED, Interval, Sampled
+from prunebench.analysis.mcnemar import McNemar, mcnemar
 from prunebench.analysis.metrics import (
     PERCENT,
     Cell,
     cell_sampled,
+    clusters_of,
     headline_cells,
     is_loss,
     paired_order,
     published,
     suite_mean,
 )
-from prunebench.errors import UsageError
+from prunebench.analysis.pairing import check_rows, check_runs, common_suites, few_items
+from prunebench.analysis.resolution import equivalence_bound, minimum_detectable
 from prunebench.record import ItemTable, Run
 
-__all__ = ["Comparison", "Contrast", "compare", "comparison_table"]
+__all__ = ["EXPLORATORY", "Comparison", "Contrast", "compare", "comparison_table"]
+
+EXPLORATORY: Final = "exploratory, corrected for nothing"
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,10 @@ class Contrast:
         p: two-sided bootstrap p of "no difference", at least 2/B.
         a_only: items right in a and wrong in b; None unless items are right or wrong.
         b_only: the reverse.
+        mcnemar: of one task's items that are right or wrong, each by itself; else None.
+        bound: the largest difference that the 90 % interval does not rule out; None, as the next, if no item differs.
+        detectable: the true difference that would be found with power 0.8.
+        no_claim: why nothing may be claimed from it, such as too few items; else "".
         ratio: a / b with its interval, for perplexities only.
         lower_is_better: whether a negative difference favours a.
     """
@@ -55,6 +67,10 @@ class Contrast:
     p: float
     a_only: int | None
     b_only: int | None
+    mcnemar: McNemar | None
+    bound: float | None
+    detectable: float | None
+    no_claim: str
     ratio: Interval | None
     lower_is_better: bool
 
@@ -82,6 +98,7 @@ class Comparison:
         """Plain JSON data."""
         method = "paired, task-stratified item bootstrap, percentile interval"
         how = {"method": method, "resamples": self.resamples, "seed": self.seed, "level": self.level}
+        how |= {"families": None, "status": EXPLORATORY}
         return {"a": self.a, "b": self.b, **how, "contrasts": [contrast.to_json() for contrast in self.contrasts]}
 
 
@@ -103,62 +120,62 @@ def compare(
         resamples: B.
 
     Raises:
-        UsageError: if suites, their versions or contents, or the items differ; the first differing items are named.
+        UsageError: if scoring rules, execution, suites, their versions or contents, prompts or items differ; the first
+            differing items are named.
     """
-    where = f"{run_a.name} against {run_b.name}"
+    check_runs(run_a, run_b)
     contrasts = tuple(
         contrast
-        for suite in _common_suites(run_a, run_b, suites, where)
+        for suite in common_suites(run_a, run_b, suites)
         for contrast in _compare_suite(run_a, run_b, suite, seed=seed, resamples=resamples)
     )
     return Comparison(run_a.name, run_b.name, contrasts, resamples=resamples, seed=seed)
 
 
-def _common_suites(run_a: Run, run_b: Run, suites: Sequence[str] | None, where: str) -> list[str]:
-    have_a, have_b = set(run_a.record["headline"]), set(run_b.record["headline"])
-    wanted = set(suites) if suites is not None else have_a | have_b
-    for run, have in ((run_a, have_a), (run_b, have_b)):
-        lacking = sorted(wanted - have)
-        if lacking:
-            raise UsageError(f"{run.name} has no suite {lacking[0]}", where=where, expected="the same suites in both")
-    engines = [run.record["identity"]["engine"] for run in (run_a, run_b)]
-    if engines[0] != engines[1]:
-        raise UsageError(
-            f"scored by different rules (engine {engines[0]} and {engines[1]})", where=where, fix="evaluate both anew"
-        )
-    for suite in sorted(wanted):
-        for name, one, other in (
-            ("content", run_a.record["identity"]["suites"].get(suite), run_b.record["identity"]["suites"].get(suite)),
-            ("headline", *(headline_cells(run.record["headline"], suite) for run in (run_a, run_b))),
-        ):
-            if one != other:
-                raise UsageError(
-                    f"suite {suite} differs in {name} ({one} and {other})", where=where, fix="evaluate both runs anew"
-                )
-    return sorted(wanted)
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """One cell of two runs: statistics, discordant counts, independent items, and whether each is alone."""
+
+    a: Sampled
+    b: Sampled
+    a_only: int
+    b_only: int
+    independent: int
+    alone: bool
+
+    @classmethod
+    def of(cls, rows_a: ItemTable, rows_b: ItemTable, *, seed: int, resamples: int) -> _Pair:
+        a, b = (cell_sampled(rows, seed=seed, resamples=resamples) for rows in (rows_a, rows_b))
+        better, worse = (np.count_nonzero(x) for x in (rows_a.value > rows_b.value, rows_a.value < rows_b.value))
+        clusters = clusters_of(rows_a)
+        independent = len(rows_a) if clusters is None else len(set(clusters.tolist()))
+        return cls(a, b, int(better), int(worse), independent, clusters is None)
+
+    @property
+    def test(self) -> McNemar | None:
+        """McNemar's, whose items have to be independent."""
+        return mcnemar(self.a_only, self.b_only) if self.alone else None
 
 
 def _compare_suite(run_a: Run, run_b: Run, suite: str, *, seed: int, resamples: int) -> list[Contrast]:
     wanted = headline_cells(run_a.record["headline"], suite)
     cells = {cell[1:] for run in (run_a, run_b) for cell in run.items.cells() if cell[0] == suite}
-    sampled_a: dict[Cell, Sampled] = {}
-    sampled_b: dict[Cell, Sampled] = {}
-    discordant: dict[Cell, tuple[int, int]] = {}
+    pairs: dict[Cell, _Pair] = {}
     for task, filter_name, metric in sorted(cells):
         cell = (task, filter_name, published(metric))
         rows_a, rows_b = (paired_order(run.items.rows(suite, task, filter_name, metric)) for run in (run_a, run_b))
-        _refuse_unpaired(rows_a, rows_b, (run_a, run_b), f"{suite}/{'/'.join(cell)}")
-        sampled_a[cell], sampled_b[cell] = (cell_sampled(r, seed=seed, resamples=resamples) for r in (rows_a, rows_b))
-        better, worse = (np.count_nonzero(x) for x in (rows_a.value > rows_b.value, rows_a.value < rows_b.value))
-        discordant[cell] = (int(better), int(worse))
-    mean_a, mean_b = (suite_mean(sampled, wanted, suite) for sampled in (sampled_a, sampled_b))
+        check_rows(rows_a, rows_b, (run_a.name, run_b.name), f"{suite}/{'/'.join(cell)}")
+        pairs[cell] = _Pair.of(rows_a, rows_b, seed=seed, resamples=resamples)
+    means = (
+        suite_mean({cell: pair.a for cell, pair in pairs.items()}, wanted, suite),
+        suite_mean({cell: pair.b for cell, pair in pairs.items()}, wanted, suite),
+    )
     metric = "+".join(sorted({cell[2] for cell in wanted}))
-    totals = (sum(discordant[cell][0] for cell in wanted), sum(discordant[cell][1] for cell in wanted))
-    rows = [_contrast((suite, "", "", metric), mean_a, mean_b, totals)]
-    return rows + [_contrast((suite, *cell), sampled_a[cell], sampled_b[cell], discordant[cell]) for cell in sampled_a]
+    whole = [_contrast((suite, "", "", metric), *means, [pairs[cell] for cell in wanted])]
+    return whole + [_contrast((suite, *cell), pair.a, pair.b, [pair]) for cell, pair in pairs.items()]
 
 
-def _contrast(name: tuple[str, str, str, str], a: Sampled, b: Sampled, discordant: tuple[int, int]) -> Contrast:
+def _contrast(name: tuple[str, str, str, str], a: Sampled, b: Sampled, pairs: Sequence[_Pair]) -> Contrast:
     difference = a.minus(b)
     metrics = set(name[3].split("+"))
     countable = metrics <= PERCENT
@@ -169,52 +186,41 @@ def _contrast(name: tuple[str, str, str, str], a: Sampled, b: Sampled, discordan
         b=b.value,
         difference=difference.interval(),
         p=difference.p_value(),
-        a_only=discordant[0] if countable else None,
-        b_only=discordant[1] if countable else None,
+        a_only=sum(pair.a_only for pair in pairs) if countable else None,
+        b_only=sum(pair.b_only for pair in pairs) if countable else None,
+        mcnemar=pairs[0].test if countable and len(pairs) == 1 else None,
+        bound=equivalence_bound(difference),
+        detectable=minimum_detectable(difference),
+        no_claim=few_items(pair.independent for pair in pairs),
         ratio=a.over(b).interval() if loss else None,
         lower_is_better=loss,
     )
 
 
-def _refuse_unpaired(rows_a: ItemTable, rows_b: ItemTable, runs: tuple[Run, Run], where: str) -> None:
-    """Raise unless both runs answered the same documents under the same prompts."""
-    keys_a, keys_b = (
-        {(doc, prompt): str(item) for doc, prompt, item in zip(r.doc_hash, r.prompt_hash, r.item, strict=True)}
-        for r in (rows_a, rows_b)
-    )
-    for mine, theirs, run in ((keys_a, keys_b, runs[1]), (keys_b, keys_a, runs[0])):
-        missing = sorted(mine[key] for key in mine.keys() - theirs.keys())
-        if missing:
-            raise UsageError(
-                f"{run.name} lacks {len(missing)} of the items: {', '.join(missing[:3])}{' …' * (len(missing) > 3)}",
-                where=where,
-                expected="the same items and prompts in both runs",
-                fix="evaluate both on the same suites without --limit",
-            )
-    if not (
-        np.array_equal(rows_a.doc_hash, rows_b.doc_hash) and np.array_equal(rows_a.prompt_hash, rows_b.prompt_hash)
-    ):
-        raise UsageError("an item is repeated in one run only", where=where, expected="the same items in both runs")
-
-
 def comparison_table(comparison: Comparison) -> str:
     """The comparison as a text table; accuracies in percent, their differences in points."""
     head = ["suite", "task", "filter", "metric", "a", "b", "a − b", "95 % CI", "n", "only a", "only b", "p"]
+    head += ["McNemar", "bound"]
     body = [_table_row(contrast) for contrast in comparison.contrasts]
     table = tabulate.tabulate(
-        body, head, tablefmt="simple", disable_numparse=True, colalign=["left"] * 4 + ["right"] * 8
+        body, head, tablefmt="simple", disable_numparse=True, colalign=["left"] * 4 + ["right"] * 10
     )
-    return f"a: {comparison.a}\nb: {comparison.b}\n\n{table}"
+    notes = [f"p, McNemar (exact) and intervals: {EXPLORATORY}. bound: the largest difference not ruled out (90 %)."]
+    notes += sorted({f"no claim: {x.suite}: {x.no_claim}" for x in comparison.contrasts if x.no_claim and not x.task})
+    return "\n".join([f"a: {comparison.a}", f"b: {comparison.b}", "", table, "", *notes])
 
 
 def _table_row(x: Contrast) -> list[str]:
     scale, digits = (100.0, 2) if set(x.metric.split("+")) <= PERCENT else (1.0, 3)
     d = x.difference
     counts = ["" if count is None else str(count) for count in (x.a_only, x.b_only)]
+    p = "—" if x.no_claim else f"{x.p:.4f}"
     return [
         *(x.suite, x.task or "(all)", x.filter, x.metric),
         *(f"{scale * value:.{digits}f}" for value in (x.a, x.b)),
         f"{scale * d.value:+.{digits}f}",
         f"[{scale * d.low:+.{digits}f}, {scale * d.high:+.{digits}f}]",
-        *(str(d.n), *counts, f"{x.p:.4f}"),
+        *(str(d.n), *counts, p),
+        "" if x.mcnemar is None else "—" if x.no_claim else f"{x.mcnemar.exact:.4f}",
+        "—" if x.bound is None else f"{scale * x.bound:.{digits}f}",
     ]

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prunebench.analysis.bootstrap import RESAMPLES, SEED, Sampled, sampled
 from prunebench.errors import UsageError
 from prunebench.record import ItemTable
 
-__all__ = ["PERCENT", "Headline", "headline_cells", "is_loss", "metrics_from_items", "paired_order", "published"]
+__all__ = [
+    "PERCENT",
+    "Cell",
+    "Headline",
+    "cell_sampled",
+    "clusters_of",
+    "headline_cells",
+    "in_units",
+    "is_loss",
+    "metrics_from_items",
+    "paired_order",
+    "published",
+    "suite_mean",
+]
 
 PERCENT: Final = frozenset({"acc", "acc_norm", "exact_match", "pass@1"})
 """Metrics whose items are 0 or 1: shown in percent, and the ones with discordant counts."""
@@ -41,11 +56,29 @@ def paired_order(rows: ItemTable) -> ItemTable:
     return ItemTable(*(column[order] for column in vars(rows).values()))
 
 
+def clusters_of(rows: ItemTable) -> NDArray[np.object_] | None:
+    """Which rows of a cell are drawn together, as labels (N,); None if each is alone.
+
+    Rows on one document are (several samples of a problem, a question that is there twice), and rows whose detail names
+    the same `cluster`, such as a passage.
+    """
+    labels = [_cluster(str(detail), doc) for detail, doc in zip(rows.detail, rows.doc_hash.tolist(), strict=True)]
+    return np.array(labels, dtype=object) if len(set(labels)) < len(labels) else None
+
+
+def _cluster(detail: str, doc: int) -> str:
+    if '"cluster"' in detail:
+        stated = json.loads(detail)
+        if isinstance(stated, dict) and isinstance(stated.get("cluster"), str | int):
+            return f"cluster {stated['cluster']}"
+    return f"document {doc}"
+
+
 def cell_sampled(rows: ItemTable, *, seed: int = SEED, resamples: int = RESAMPLES) -> Sampled:
     """The statistic of one cell, given its rows in `paired_order`."""
     weights = rows.weight if is_loss(str(rows.metric[0])) else None
     key = {"suite": str(rows.suite[0]), "task": str(rows.task[0])}
-    return sampled(rows.value, weights, **key, seed=seed, resamples=resamples)
+    return sampled(rows.value, weights, clusters=clusters_of(rows), **key, seed=seed, resamples=resamples)
 
 
 def suite_mean(cells: Mapping[Cell, Sampled], wanted: Iterable[Cell], suite: str) -> Sampled:
@@ -55,6 +88,17 @@ def suite_mean(cells: Mapping[Cell, Sampled], wanted: Iterable[Cell], suite: str
     if missing:
         raise UsageError("no items for a headline metric", where=f"{suite}/{'/'.join(missing[0])}")
     return Sampled.macro_mean([cells[cell] for cell in wanted])
+
+
+def in_units(mean: Sampled, metrics: Iterable[str]) -> Sampled:
+    """A suite's number as differences of it are shown: right answers in percent, perplexities as ln perplexity.
+
+    Differences of logarithms add up, are the logarithm of a ratio, and do not hang on the worst arm of a mean.
+    """
+    metrics = set(metrics)
+    if all(map(is_loss, metrics)):
+        return mean.log()
+    return mean.times(100.0) if metrics <= PERCENT else mean
 
 
 def metrics_from_items(table: ItemTable, headline: Headline, *, seed: int = SEED) -> dict[str, dict[str, Any]]:

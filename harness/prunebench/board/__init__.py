@@ -16,7 +16,7 @@ from prunebench.board.render import to_html, to_markdown
 from prunebench.board.table import Table, build_table
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.mask import write_atomically
-from prunebench.record import LeftOut, Run, read_run, runs_under
+from prunebench.record import UNSAFE_LOCAL, LeftOut, Run, read_run, runs_under
 
 __all__ = ["BoardResult", "check_metrics", "load_runs", "write_board"]
 
@@ -76,6 +76,8 @@ def load_runs(records: Path) -> tuple[list[Run], tuple[LeftOut, ...]]:
         identifier = run.record["run_id"]
         if run.record["status"] != "complete":
             left_out.append(LeftOut(path, f"partial: made with a limit of {run.record['identity']['limit']} items"))
+        elif run.record["identity"].get("executor") == UNSAFE_LOCAL:
+            left_out.append(LeftOut(path, "its programs ran without a sandbox (--unsafe-local)"))
         elif identifier in found:
             left_out.append(LeftOut(path, f"the same run as {found[identifier].path.relative_to(records)}"))
         else:

@@ -134,7 +134,8 @@ def _suite_detail(suite: _Suite) -> str:
 
 
 def _gain_detail(suite: _Suite) -> str:
-    return ("points" if suite.percent else "difference") + ("; below 0 is better" if suite.loss else "") + " [95 % CI]"
+    unit = "points" if suite.percent else "difference"
+    return unit + ("; below 0 is better" if suite.loss else "") + " [95 % CI], exploratory"
 
 
 def _stored(run: Run, runs: Sequence[Run]) -> Cell:

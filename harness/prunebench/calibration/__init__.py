@@ -4,7 +4,16 @@ The score pass (`score`) sees every layer at once, in one plain forward; the fit
 other, as often as needed; the gradient pass (`gradient`) the gradients of every expert, one sequence at a time.
 """
 
+from prunebench.calibration.base import Statistic, by_pass
 from prunebench.calibration.gradient import Fisher, GradientStatistic, TrueFisher, gradient_pass, split_gradient
+from prunebench.calibration.massive import (
+    SuperExperts,
+    find_super_experts,
+    forming_layers,
+    same_layer_control,
+    super_experts,
+)
+from prunebench.calibration.residuals import Deletion, FrozenRefillSums, RefillSums, ResidualSums
 from prunebench.calibration.score import ScoreResult, score_pass
 from prunebench.calibration.statistics import (
     Count,
@@ -12,10 +21,13 @@ from prunebench.calibration.statistics import (
     GateSquaredNormSquaredSum,
     GateSum,
     Moments,
+    NormSquaredSum,
     NormSum,
+    OutputMax,
     OutputMoments,
-    Statistic,
-    by_pass,
+    ReleasedMoments,
+    ScoreSum,
+    ScoreTotal,
 )
 from prunebench.calibration.stream import (
     Checkpoint,
@@ -33,26 +45,40 @@ __all__ = [
     "CalibrationTokens",
     "Checkpoint",
     "Count",
+    "Deletion",
     "Fisher",
     "FitResult",
+    "FrozenRefillSums",
     "GateNormSum",
     "GateSquaredNormSquaredSum",
     "GateSum",
     "GradientStatistic",
     "LayerVisit",
     "Moments",
+    "NormSquaredSum",
     "NormSum",
+    "OutputMax",
     "OutputMoments",
+    "RefillSums",
+    "ReleasedMoments",
+    "ResidualSums",
     "ScoreResult",
+    "ScoreSum",
+    "ScoreTotal",
     "Statistic",
     "StreamResult",
+    "SuperExperts",
     "TrueFisher",
     "by_pass",
+    "find_super_experts",
     "fit_pass",
+    "forming_layers",
     "gradient_pass",
     "only_experts",
+    "same_layer_control",
     "score_pass",
     "split_gradient",
     "stream_layers",
+    "super_experts",
     "tokens_of",
 ]

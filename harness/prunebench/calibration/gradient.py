@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from prunebench.calibration.base import Statistic
 from prunebench.calibration.score import Progress, ScoreResult, started
-from prunebench.calibration.statistics import Float64, Statistic
+from prunebench.calibration.statistics import Float64
 from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import UsageError
 from prunebench.moe import MoELayer, MoEModel, TokenBatch, expert_gradients

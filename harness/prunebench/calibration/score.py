@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from prunebench.calibration.statistics import BUILT_IN, Count, Statistic
+from prunebench.calibration.base import Statistic
+from prunebench.calibration.statistics import COLLECTED, Count
 from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import write_atomically
@@ -92,8 +93,8 @@ class ScoreResult:
 
 
 def with_built_in(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
-    """The asked statistics and every built-in one: a pass costs much the same, and then serves all methods."""
-    return distinct((*(kind() for kind in BUILT_IN), *statistics))
+    """The asked statistics and all that a pass always collects: it costs much the same, and then serves all methods."""
+    return distinct((*(kind() for kind in COLLECTED), *statistics))
 
 
 def distinct(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
@@ -170,8 +171,15 @@ def started(moe: MoEModel, statistics: Sequence[_Kind]) -> dict[int, dict[str, _
     return layers
 
 
+def _check_possible(tokens: CalibrationTokens, statistics: Sequence[Statistic]) -> None:
+    """Refuse a text without tokens, and statistics that a score pass cannot measure."""
+    if not tokens.ids_BL.numel():
+        raise UsageError("there are no calibration tokens", where="a score pass", expected="at least one")
+    for statistic in statistics:
+        _check_here(statistic)
+
+
 def _check_here(statistic: Statistic) -> None:
-    """Refuse a statistic that a score pass cannot measure."""
     if statistic.measured_in == "gradient":
         raise UsageError(
             f"statistic {statistic.name!r} is of gradients",
@@ -205,10 +213,9 @@ def score_pass(
 
     Raises:
         IntegrityError: if a layer did not fill exactly k slots per token.
-        UsageError: a statistic that needs another visit.
+        UsageError: a statistic that needs another visit, or no token at all.
     """
-    for statistic in statistics:
-        _check_here(statistic)
+    _check_possible(tokens, statistics)
     if Count.name not in {statistic.name for statistic in statistics}:
         statistics = (*statistics, Count())
     layers = started(moe, statistics)

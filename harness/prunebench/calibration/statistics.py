@@ -1,4 +1,4 @@
-"""Streaming statistics of experts: small classes `{update, merge, value}`, accumulated in float64.
+"""The statistics of experts that every score pass collects, accumulated in float64.
 
 Each is defined over routed rows (t, e), e ∈ top-k(t), padding excluded; g is the gate AS APPLIED (renormalised and
 scaled if the router does so), f_e(x_t) the un-weighted expert output. An expert that was never routed to has count 0
@@ -9,129 +9,37 @@ T tokens, E experts, D width, S rows.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prunebench.calibration.base import Statistic, sum_by_expert
+from prunebench.calibration.residuals import ResidualSums
 from prunebench.errors import UsageError
 from prunebench.moe import TokenBatch
 
 __all__ = [
     "BUILT_IN",
-    "ByPass",
+    "COLLECTED",
     "Count",
     "GateNormSum",
     "GateSquaredNormSquaredSum",
     "GateSum",
     "Moments",
+    "NormSquaredSum",
     "NormSum",
+    "OutputMax",
     "OutputMoments",
-    "Statistic",
-    "by_pass",
-    "sum_by_expert",
+    "ReleasedMoments",
+    "ScoreSum",
+    "ScoreTotal",
 ]
 
 Float64 = npt.NDArray[np.float64]
-
-
-def sum_by_expert(values_S: Tensor, batch: TokenBatch) -> Tensor:
-    """Σ over each expert's rows, in float64 ([E] or [E, D]); deterministic on every device."""
-    values_S = values_S.double()
-    if values_S.device.type == "cpu":
-        total = values_S.new_zeros(batch.counts_E.shape[0], *values_S.shape[1:])
-        return total.index_add_(0, batch.expert_S, values_S)
-    # index_add_ uses atomics on CUDA, in an order that changes from run to run.
-    return torch.segment_reduce(values_S, "sum", lengths=batch.counts_E, axis=0, unsafe=True)
-
-
-class Statistic(ABC):
-    """One statistic of one layer's experts.
-
-    A method names the statistics that it needs by returning fresh instances; the harness starts one per layer, updates
-    it batch by batch, and hands its `value` to the method as `layer.stats[name]`. A method's own file may define more.
-    The sufficient numbers live in `state`, float64 or int64 tensors; `merge` of two disjoint streams equals one stream.
-    One that needs others of the same layer to be finished names them in `after`: a fit pass then visits the layer once
-    more (`calibration.stream`); what `value` needs of theirs belongs into `state`.
-
-    `measured_in` names the pass that measures it: `gradient` sees the gradients of every expert, sequence by sequence
-    (`calibration.gradient`), and is kept for other arms. For a method's `replace`, `score` sees every expert of every
-    layer at once and is kept too; `fit` sees pruned experts only, one layer after the other, and is right for what is
-    large per expert. What `select` needs is of every expert, so of a score or a gradient pass.
-    """
-
-    name: ClassVar[str]
-    version: ClassVar[int] = 1
-    after: ClassVar[tuple[str, ...]] = ()
-    measured_in: ClassVar[Literal["score", "fit", "gradient"]] = "score"
-
-    def __init__(self) -> None:
-        self.state: dict[str, Tensor] = {}
-
-    @abstractmethod
-    def start(self, experts: int, width: int, device: torch.device) -> None:
-        """Set `state` to that of an empty stream."""
-
-    def given(self, earlier: Mapping[str, Statistic]) -> None:
-        """Take what is needed of the finished statistics named in `after`; called between `start` and the visit."""
-        del earlier
-
-    @abstractmethod
-    def update(self, batch: TokenBatch) -> None:
-        """Add a batch."""
-
-    def merge(self, other: Statistic) -> None:
-        """Add another stream's state; right for plain sums."""
-        for key, value in other.state.items():
-            self.state[key] = self.state[key] + value.to(self.state[key].device)
-
-    @abstractmethod
-    def value(self) -> Any:
-        """The statistic, as numpy arrays on the host."""
-
-    def to_host(self) -> None:
-        """Move the state off the device; called once, after the pass."""
-        self.state = {key: value.cpu() for key, value in self.state.items()}
-
-
-class ByPass(NamedTuple):
-    """Statistics by the pass that measures them."""
-
-    score: tuple[Statistic, ...]
-    fit: tuple[Statistic, ...]
-    gradient: tuple[Statistic, ...]
-
-
-def by_pass(statistics: Sequence[Statistic]) -> ByPass:
-    """A method's `replace_needs` by the pass that measures each.
-
-    Of a gradient pass are those that say so. Of a fit pass are those that say so, those that come after others, and the
-    others, whom they have to follow.
-
-    Raises:
-        UsageError: one that comes after another of a gradient pass.
-    """
-    gradient = tuple(one for one in statistics if one.measured_in == "gradient")
-    statistics = tuple(one for one in statistics if one.measured_in != "gradient")
-    of_gradients = {one.name for one in gradient}
-    for one in statistics:
-        if early := sorted(of_gradients & set(one.after)):
-            raise UsageError(
-                f"statistic {one.name!r} comes after {early[0]}, which is of another pass",
-                where=type(one).__name__,
-                expected="statistics of the fit pass",
-                fix="declare both, and put them together in `replace`",
-            )
-    fitted = {one.name for one in statistics if one.measured_in == "fit" or one.after}
-    while more := {name for one in statistics if one.name in fitted for name in one.after} - fitted:
-        fitted |= more
-    score = tuple(one for one in statistics if one.name not in fitted)
-    return ByPass(score, tuple(one for one in statistics if one.name in fitted), gradient)
 
 
 class _Sum(Statistic):
@@ -186,6 +94,24 @@ class NormSum(_Sum):
         return batch.output_norms_S
 
 
+class ScoreSum(_Sum):
+    """Σ p over routed tokens [E], the router's score before any renormalisation: SEER's soft count (2404.05089)."""
+
+    name = "score_sum"
+
+    def per_row(self, batch: TokenBatch) -> Tensor:
+        return batch.scores_TE[batch.token_S, batch.expert_S].double()
+
+
+class NormSquaredSum(_Sum):
+    """Σ ‖f‖₂² over routed tokens [E]; divided by N_e it is MSAN (2606.15716)."""
+
+    name = "norm_squared_sum"
+
+    def per_row(self, batch: TokenBatch) -> Tensor:
+        return batch.output_norms_S.square()
+
+
 class GateNormSum(_Sum):
     """Σ g·‖f‖₂ over routed tokens [E]; divided by N_e it is REAP (Lasby et al. 2026)."""
 
@@ -202,6 +128,43 @@ class GateSquaredNormSquaredSum(_Sum):
 
     def per_row(self, batch: TokenBatch) -> Tensor:
         return (batch.gates_S.double() * batch.output_norms_S).square()
+
+
+class OutputMax(Statistic):
+    """max |f| over routed tokens and channels [E]: what super experts are found by (2507.23279, Eq. 6)."""
+
+    name = "output_max"
+
+    def start(self, experts: int, width: int, device: torch.device) -> None:
+        del width
+        self.state = {"max_E": torch.zeros(experts, dtype=torch.float64, device=device)}
+
+    def update(self, batch: TokenBatch) -> None:
+        # Two plain reductions: the norm of order ∞ takes nine times as long on a CPU.
+        max_S = torch.maximum(batch.outputs_SD.amax(-1), -batch.outputs_SD.amin(-1)).double()
+        self.state["max_E"] = self.state["max_E"].scatter_reduce(0, batch.expert_S, max_S, "amax")
+
+    def merge(self, other: Statistic) -> None:
+        self.state["max_E"] = torch.maximum(self.state["max_E"], other.state["max_E"].to(self.state["max_E"].device))
+
+    def value(self) -> Float64:
+        return self.state["max_E"].numpy()
+
+
+class ScoreTotal(Statistic):
+    """Σ p over ALL tokens [E], routed or not: the other reading of SEER's soft count (ours)."""
+
+    name = "score_total"
+
+    def start(self, experts: int, width: int, device: torch.device) -> None:
+        del width
+        self.state = {"sum_E": torch.zeros(experts, dtype=torch.float64, device=device)}
+
+    def update(self, batch: TokenBatch) -> None:
+        self.state["sum_E"] += batch.scores_TE.sum(0, dtype=torch.float64)
+
+    def value(self) -> Float64:
+        return self.state["sum_E"].numpy()
 
 
 @dataclass(frozen=True)
@@ -236,19 +199,7 @@ class OutputMoments(Statistic):
         }
 
     def update(self, batch: TokenBatch) -> None:
-        mean_ED = torch.zeros_like(self.state["mean_ED"])
-        squares_ED = torch.zeros_like(mean_ED)
-        if mean_ED.device.type == "cpu":
-            # Expert by expert, so that each expert's rows stay in cache for both passes.
-            for expert, start, end in batch.segments:
-                rows_SD = batch.outputs_SD[start:end].double()
-                mean_ED[expert] = rows_SD.mean(0)
-                squares_ED[expert] = (rows_SD - mean_ED[expert]).square_().sum(0)
-        else:
-            rows_SD = batch.outputs_SD.double()
-            mean_ED = sum_by_expert(rows_SD, batch) / batch.counts_E.clamp(min=1)[:, None]
-            squares_ED = sum_by_expert((rows_SD - mean_ED[batch.expert_S]).square_(), batch)
-        self._add(batch.counts_E, mean_ED, squares_ED)
+        self._add(batch.counts_E, *batch.moments_E)
 
     def merge(self, other: Statistic) -> None:
         self._add(other.state["count_E"], other.state["mean_ED"], other.state["squares_ED"])
@@ -268,11 +219,67 @@ class OutputMoments(Statistic):
         return Moments(count_E.numpy(), self.state["mean_ED"].numpy(), variance_ED.numpy())
 
 
+class ReleasedMoments(Statistic):
+    """Σ over channels of the variance of f_e(x) as MoNE's released code runs it (zxgx/mode-pd ee6e187); `value` is [E].
+
+    With n tokens seen before and t in this batch: b ← (n·b + Σf)/(n + t), and, only if n > 0,
+    v ← v·(n − 1)/(n + t − 1) + Σ(f − b)²/(n + t), about the new b. So the first batch in which an expert has tokens
+    adds nothing to v, one that is met in a single batch keeps v = 0, and the numbers depend on how the text is cut: a
+    batch is one forward (their runs: 4,096 tokens). Streams cannot be merged. Their code divides by zero where an
+    expert has no token in the first batch; here such an expert starts with the first batch that has some (ours).
+    """
+
+    name = "released_moments"
+
+    def start(self, experts: int, width: int, device: torch.device) -> None:
+        self.state = {
+            "count_E": torch.zeros(experts, dtype=torch.int64, device=device),
+            "mean_ED": torch.zeros(experts, width, dtype=torch.float64, device=device),
+            "variance_ED": torch.zeros(experts, width, dtype=torch.float64, device=device),
+        }
+
+    def update(self, batch: TokenBatch) -> None:
+        state = self.state
+        own_ED, squares_ED = batch.moments_E
+        before_E, new_E = state["count_E"][:, None].double(), batch.counts_E[:, None].double()
+        total_E = (before_E + new_E).clamp(min=1)
+        mean_ED = state["mean_ED"] + (own_ED - state["mean_ED"]) * (new_E / total_E)
+        # Σ(f − b)² about the new mean b, from the batch's own moments.
+        squares_ED = squares_ED + new_E * (own_ED - mean_ED).square()
+        variance_ED = state["variance_ED"] * ((before_E - 1) / (total_E - 1).clamp(min=1)) + squares_ED / total_E
+        changed_E = (before_E > 0) & (new_E > 0)
+        state["variance_ED"] = torch.where(changed_E, variance_ED, state["variance_ED"])
+        state["mean_ED"] = mean_ED
+        state["count_E"] = state["count_E"] + batch.counts_E
+
+    def merge(self, other: Statistic) -> None:
+        raise UsageError(
+            "released_moments of two streams cannot be merged",
+            expected="one stream: each batch's deviations are about the mean so far",
+            fix="use output_moments",
+        )
+
+    def to_host(self) -> None:
+        # The stream is over: only the sum is asked for, and a cache need not hold D numbers per expert.
+        self.state = {"variance_E": self.state["variance_ED"].sum(1).cpu()}
+
+    def value(self) -> Float64:
+        return self.state["variance_E"].numpy()
+
+
 BUILT_IN: tuple[type[Statistic], ...] = (
     Count,
     GateSum,
+    ScoreSum,
     NormSum,
+    NormSquaredSum,
     GateNormSum,
     GateSquaredNormSquaredSum,
+    OutputMax,
+    ResidualSums,
     OutputMoments,
 )
+"""Of routed rows, one entry per expert, zero for an expert without rows, and mergeable."""
+
+COLLECTED: tuple[type[Statistic], ...] = (*BUILT_IN, ScoreTotal, ReleasedMoments)
+"""What every score pass collects, so that one pass serves all criteria that need nothing more."""

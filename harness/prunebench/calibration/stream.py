@@ -30,8 +30,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from prunebench.calibration.base import Statistic, sum_by_expert
 from prunebench.calibration.score import ScoreResult, batches_of, check_slots, identity_slots
-from prunebench.calibration.statistics import Count, Statistic, sum_by_expert
+from prunebench.calibration.statistics import Count
 from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import canonical_json, write_atomically

@@ -289,7 +289,7 @@ class Subject:
         Raises:
             NotApplicable: it is asked one layer at a time anyway.
         """
-        if _schedule(self.method) != "one_shot":
+        if self.method.schedule != "one_shot":
             raise NotApplicable("it is asked about one layer at a time anyway")
         views = _views(case("plain", self.home), self.method)
         return [self.method.select([view], HALF, rng=np.random.default_rng(0)) for view in views]
@@ -463,10 +463,6 @@ def required(work: Callable[[], _Value]) -> _Value:
         ) from reason
 
 
-def _schedule(method: Method) -> str:
-    return getattr(method, "schedule", "one_shot")
-
-
 def _views(where: Case, method: Method) -> list[LayerView]:
     needs = method.select_needs()
     declared = tuple(one.name for one in needs)
@@ -475,10 +471,8 @@ def _views(where: Case, method: Method) -> list[LayerView]:
 
 def selected(method: Method, where: Case, budget: Budget, seed: int) -> Mask:
     """The mask that a method selects on a case, as `run` has it."""
-    check_model = getattr(method, "check_model", None)
-    if check_model is not None:
-        check_model(where.moe.shapes, where.moe.convention, budget)
-    if _schedule(method) != "one_shot":
+    method.check_model(where.moe.shapes, where.moe.convention, budget)
+    if method.schedule != "one_shot":
         return _a_mask(select(method, where.moe, budget, ids_BL=where.ids_BL, seed=seed), method)
     return _a_mask(method.select(_views(where, method), budget, rng=np.random.default_rng(seed)), method)
 

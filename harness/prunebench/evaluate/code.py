@@ -1,118 +1,171 @@
-"""Running a generated program with its tests, in a process of its own, with limits. This is NOT a sandbox.
+"""Code tasks: which tests a program is held against, and the rows of the outcome.
 
-Covered: CPU time, wall time, memory, file size and output are bounded; the program starts in an empty temporary folder,
-with an empty input, a fixed environment and the standard library only; leaving early does not count as passing, since
-only the runner, after the last test, sends a word drawn for this run.
-
-Not covered: the program runs with the caller's rights. It can read the user's files, write outside its folder, open
-sockets, start processes that outlive their group, and a hostile one can find the word and forge a pass. Run only models
-that you would let write a script for you.
+Where the tests run, and why a program cannot reach them, is told in `prunebench.sandbox`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import secrets
-import select
-import signal
-import subprocess
-import sys
-import tempfile
-from typing import Literal, NamedTuple
+import ast
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-__all__ = ["Verdict", "run_program"]
+from prunebench.documents import typed_inputs
+from prunebench.evaluate.engine import Evaluation, Generation
+from prunebench.evaluate.tasks import Answer
+from prunebench.record import Item
+from prunebench.sandbox import Case, Verdict, failure_kind
 
-CPU_SECONDS = 2
-WALL_SECONDS = 60.0
-MEMORY_BYTES = 512 * 2**20
-FILE_BYTES = 2**20
+__all__ = [
+    "assertion_case",
+    "base_and_plus",
+    "check_case",
+    "code_item",
+    "generation_of",
+    "inputs_case",
+    "pass_at_k",
+    "required_names",
+]
 
-# The runner moves its report away from stdout, drops the program's output, and reports the word or what went wrong.
-_RUNNER = f"""
-import os, resource, sys
-for limit, value in (("AS", {MEMORY_BYTES}), ("FSIZE", {FILE_BYTES}), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-seconds = int(sys.argv.pop())
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-word, _, program = sys.stdin.read().partition("\\n")
-report, empty = os.dup(1), os.open(os.devnull, os.O_RDWR)
-for number in (0, 1, 2):
-    os.dup2(empty, number)
-try:
-    exec(compile(program, "program.py", "exec"), {{"__name__": "program"}})
-    result = word
-except BaseException as error:
-    result = type(error).__name__ + ": " + str(error)[:200]
-os.write(report, result.encode(errors="replace"))
-os._exit(0)
+Dataset = Literal["HumanEval", "Mbpp"]
+
+REFERENCE_FACTOR = 4
+"""evalplus's: how much longer than the reference a program may take. Mbpp/392's takes more than a minute."""
+
+INPUTS_MEMORY_BYTES = 2 * 2**30
+"""Mbpp/255's reference makes a list of 1.7 million tuples of 77."""
+
+# In the tests' namespace; functions that change their arguments get copies.
+_EXPECTED = """
+import copy as _copy
+_expected = [{entry}(*_copy.deepcopy(list(_arguments))) for _arguments in _inputs]
 """
 
 
-class Verdict(NamedTuple):
-    """What became of a program: ok, wrong (an assertion failed), error or timeout; and why, in a few words."""
+def check_case(doc: Mapping[str, Any], program: str) -> Case:
+    """HumanEval's tests: `check(candidate)`, beside the reference, whose helpers the tests use.
 
-    state: Literal["ok", "wrong", "error", "timeout"]
-    reason: str
+    In the tests, the function's own name means the reference: HumanEval/33 compares with it, and in the original, where
+    that name is the candidate's, with itself.
+    """
+    return Case(
+        name=str(doc["id"]),
+        program=program,
+        preamble=f"{doc['prompt']}{doc['canonical_solution']}",
+        tests=f"{doc['test']}\n\ncheck(_candidate)\n",
+        names={"_candidate": str(doc["entry_point"])},
+    )
 
 
-def run_program(program: str, *, cpu_seconds: int = CPU_SECONDS, wall_seconds: float = WALL_SECONDS) -> Verdict:
-    """Run `program`, which holds its tests, and say whether it reached its end.
+def assertion_case(doc: Mapping[str, Any], program: str) -> Case:
+    """MBPP's tests: assertions, after the task's own setup. What they ask for is what the reference gives them.
 
-    Args:
-        program: Python source.
-        cpu_seconds: the limit that binds, so that a verdict does not depend on the machine's load.
-        wall_seconds: a generous limit for programs that sleep.
+    lm-eval leaves the setup out, so that Mbpp/367, the one task of the test split that has any, cannot be passed there.
+    """
+    tests = "\n".join([str(doc["test_setup_code"]), *doc["test_list"]])
+    return Case(
+        name=str(doc["id"]), program=program, tests=tests, names={name: name for name in required_names(doc, tests)}
+    )
+
+
+def required_names(doc: Mapping[str, Any], tests: str) -> list[str]:
+    """The names that the reference defines and the tests use, sorted; builtin ones too (Mbpp/126 asks for `sum`)."""
+    body = ast.parse(str(doc["code"])).body
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    return sorted(defined & used)
+
+
+def inputs_case(doc: Mapping[str, Any], program: str, dataset: Dataset, which: Literal["base", "plus"]) -> Case:
+    """evalplus's tests: the reference and the program are asked for the same inputs, and have to agree.
 
     Raises:
-        OSError: if no process or temporary folder can be made.
+        PrerequisiteError: for MBPP+ without the extra `code`.
     """
-    word = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="prunebench-") as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-c", _RUNNER, str(cpu_seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            # As -I, but with a fixed hash seed, which -I would ignore: the same program gives the same verdict.
-            env={"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            start_new_session=True,
-        )
-        try:
-            said = _exchange(process, f"{word}\n{program}".encode(errors="replace"), wall_seconds)
-            code = process.wait(timeout=wall_seconds)
-        except subprocess.TimeoutExpired:
-            return Verdict("timeout", f"still running after {wall_seconds:g} s")
-        finally:
-            _end_group(process)
-    if code == 0 and said == word:
-        return Verdict("ok", "")
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return Verdict("timeout", f"used {cpu_seconds} s of CPU time")
-    if code != 0 or not said:
-        return Verdict("error", f"the process ended with code {code} before the tests did")
-    # Addresses differ from run to run; equal programs shall have equal verdicts.
-    reason = re.sub("0x[0-9a-f]+", "0x…", said.replace(word, "…"))
-    return Verdict("wrong" if said.startswith("AssertionError") else "error", reason)
+    inputs = json.loads(doc[f"{which}_input"])
+    if dataset == "Mbpp":
+        inputs = typed_inputs(str(doc["id"]), inputs)
+    entry = str(doc["entry_point"])
+    head = str(doc["prompt"]) if dataset == "HumanEval" else ""
+    return Case(
+        name=f"{doc['id']}, {which}",
+        program=program,
+        preamble=f"{head}{doc['canonical_solution']}\n{_EXPECTED.format(entry=entry)}",
+        tests="_agree(_candidate, _expected, _inputs, _atol, _rule)\n",
+        names={"_candidate": entry},
+        data={"_inputs": inputs, "_atol": float(doc["atol"]), "_rule": f"{dataset}/{entry}"},
+        cpu_factor=REFERENCE_FACTOR,
+        memory_bytes=INPUTS_MEMORY_BYTES,
+    )
 
 
-def _exchange(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> str:
-    """Send the runner its message and wait for its one report ("" if it died), of at most 4,096 bytes."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process.stdout as reports:
-        with contextlib.suppress(BrokenPipeError), process.stdin as messages:
-            messages.write(message)
-        # Not communicate(): it reads without bound, and its wait polls with sleeps longer than most programs run.
-        if not select.select([reports], [], [], seconds)[0]:
-            raise subprocess.TimeoutExpired(process.args, seconds)
-        return os.read(reports.fileno(), 4096).decode(errors="replace")
+def base_and_plus(
+    evaluation: Evaluation, docs: Sequence[Mapping[str, Any]], programs: Sequence[str], dataset: Dataset
+) -> list[tuple[Verdict, Verdict]]:
+    """Each program's verdict on its document's own inputs, and on those and the additional ones.
+
+    The canaries are the first document's reference.
+    """
+    head = str(docs[0]["prompt"]) if dataset == "HumanEval" else ""
+    reference = f"{head}{docs[0]['canonical_solution']}"
+    base = evaluation.run_cases(
+        [inputs_case(doc, program, dataset, "base") for doc, program in zip(docs, programs, strict=True)],
+        inputs_case(docs[0], reference, dataset, "base"),
+    )
+    # Who fails on the document's own inputs has failed on all of them; Mbpp/793 has no others.
+    has_more = {str(doc["id"]): bool(json.loads(doc["plus_input"])) for doc in docs}
+    left = [place for place, verdict in enumerate(base) if verdict.state == "ok" and has_more[str(docs[place]["id"])]]
+    more = evaluation.run_cases(
+        [inputs_case(docs[place], programs[place], dataset, "plus") for place in left],
+        inputs_case(docs[0], reference, dataset, "base"),
+    )
+    plus = dict(zip(left, more, strict=True))
+    return [(verdict, plus.get(place, verdict)) for place, verdict in enumerate(base)]
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of the program's process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def generation_of(answer: Answer) -> Generation:
+    """The one completion of a document."""
+    (generation,) = answer.responses
+    assert isinstance(generation, Generation)
+    return generation
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """The chance that at least one of k of n samples passes: 1 - C(n - passed, k) / C(n, k) (Chen et al., 2021).
+
+    Raises:
+        ValueError: unless 0 ≤ passed ≤ n and 1 ≤ k ≤ n.
+    """
+    if not (0 <= passed <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {passed} in {n} samples")
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def code_item(
+    answer: Answer, verdicts: Sequence[Verdict], *, filter_name: str, k: int = 1, flags: Mapping[str, Any] | None = None
+) -> Item:
+    """The row of one document under one reading of its generations.
+
+    Args:
+        answer: what the model answered; its generations are in the verdicts' order.
+        verdicts: one per generation.
+        filter_name: the reading.
+        k: of pass@k; n is the number of verdicts, and both are in the row.
+        flags: more for its detail.
+    """
+    n, passed = len(verdicts), sum(verdict.state == "ok" for verdict in verdicts)
+    first = next((place for place, verdict in enumerate(verdicts) if verdict.state != "ok"), 0)
+    generation, verdict = answer.responses[first], verdicts[first]
+    assert isinstance(generation, Generation)
+    state = verdict.state if generation.text.strip() or verdict.state == "ok" else "empty"
+    detail = {
+        **generation._asdict(),
+        "reason": verdict.reason,
+        "kind": failure_kind(verdict),
+        "n": n,
+        "k": k,
+        "passed": passed,
+        **(flags or {}),
+    }
+    return answer.item(f"pass@{k}", pass_at_k(n, passed, k), state, detail, filter_name=filter_name)

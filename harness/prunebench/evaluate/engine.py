@@ -14,6 +14,7 @@ Suffixes: B rows of a batch, T tokens, V vocabulary, S scored positions of a bat
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ from torch import nn
 
 from prunebench.errors import UsageError
 from prunebench.evaluate.batches import plan_batches
-from prunebench.evaluate.code import Verdict, run_program
+from prunebench.sandbox import OPEN, Box, Case, Verdict, boxed, run_case, run_cases
 
 if TYPE_CHECKING:
     from prunebench.evaluate.tasks import Answer
@@ -45,6 +46,9 @@ __all__ = [
 
 ENGINE_VERSION = 1
 """Raised whenever a scoring rule changes; part of a run's identity."""
+
+PROGRAM_CPU_SECONDS = 2
+"""Of a program of the tiny world, which takes none worth mentioning."""
 
 SOFTMAX_ROWS = 2048
 """Positions whose float32 log-softmax is held at once."""
@@ -121,6 +125,8 @@ class Evaluation:
         batch_tokens: padded tokens per forward pass; part of a run's identity.
         limit: ask only the first `limit` documents of each task.
         progress: called with (what, done, total) after each batch.
+        unsafe_local: run generated programs without the sandbox.
+        code_workers: programs at a time, as many as there are cores by default; changes no verdict.
     """
 
     model: nn.Module
@@ -128,6 +134,9 @@ class Evaluation:
     batch_tokens: int = 8192
     limit: int | None = None
     progress: Callable[[str, int, int], None] | None = None
+    unsafe_local: bool = False
+    code_workers: int | None = None
+    _asserted: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.model.training:
@@ -143,11 +152,63 @@ class Evaluation:
         """Ask one lm-eval task of a suite, or its first `limit` documents, in the data file's order."""
         from prunebench.evaluate.tasks import ask
 
-        return ask(self, suite, task)
+        answers = ask(self, suite, task)
+        for answer in answers:
+            if "test" in answer.doc and "entry_point" in answer.doc:
+                self._asserted[str(answer.doc["test"])] = str(answer.doc["entry_point"])
+        return answers
 
     def run_program(self, program: str) -> Verdict:
-        """Run a generated program with its tests; not a sandbox, see `prunebench.evaluate.code`."""
-        return run_program(program)
+        """Run a program that ends in the assertions (`test`) of a document that was asked, in the sandbox.
+
+        The assertions are taken off: they run outside, where the program's function is asked for values. Where several
+        documents' assertions fit, the longest are those meant; whatever a model wrote, only a document's are believed.
+
+        Raises:
+            UsageError: if no document that was asked ends so.
+        """
+        fitting = [test for test in self._asserted if program.endswith(test)]
+        if not fitting:
+            raise UsageError(
+                "the program ends in no document's test", expected="the `test` of a document that was asked"
+            )
+        test = max(fitting, key=len)
+        entry = self._asserted[test]
+        case = Case(
+            entry,
+            program.removesuffix(test),
+            test,
+            {entry: entry},
+            followed_by=re.sub(r"==[^\n]*", "== ...", test),
+            cpu_seconds=PROGRAM_CPU_SECONDS,
+        )
+        return run_case(case, self._tried_box)
+
+    def run_cases(self, cases: Sequence[Case], canary: Case) -> list[Verdict]:
+        """Run programs with their tests in the sandbox, in parallel; equal cases once.
+
+        Raises:
+            IntegrityError: if the canary, a case with a reference solution, fails, or passes with an empty program.
+        """
+        distinct = list({(case.name, case.program): case for case in cases}.values())
+
+        def report(done: int, total: int) -> None:
+            self.report("run programs", done, total)
+
+        verdicts = run_cases(distinct, self.box, canary=canary, workers=self.code_workers, progress=report)
+        table = {(case.name, case.program): verdict for case, verdict in zip(distinct, verdicts, strict=True)}
+        return [table[case.name, case.program] for case in cases]
+
+    @cached_property
+    def box(self) -> Box:
+        """Where generated programs run."""
+        return OPEN if self.unsafe_local else boxed()
+
+    @cached_property
+    def _tried_box(self) -> Box:
+        """The box, after a program that must pass has passed in it, and one that must not has not."""
+        run_cases([], self.box)
+        return self.box
 
     def report(self, what: str, done: int, total: int) -> None:
         """Tell whoever watches how far things are."""

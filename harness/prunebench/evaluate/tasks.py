@@ -123,9 +123,10 @@ def _local_task_class() -> Any:
     return LocalTask
 
 
-def load_task(file: TaskFile) -> Any:
-    """The lm-eval task of a task file, with its documents in memory."""
-    documents = {split: _read_documents(path) for split, path in file.data_files.items()}
+def load_task(file: TaskFile, documents: Mapping[str, list[dict[str, Any]]] | None = None) -> Any:
+    """The lm-eval task of a task file, with its documents in memory: those given, or those of its data files."""
+    if documents is None:
+        documents = {split: _read_documents(path) for split, path in file.data_files.items()}
     task = _local_task_class()(file.config, documents)
     task.set_fewshot_seed(1234)
     return task
@@ -154,7 +155,7 @@ def as_lm_eval(response: Response) -> Any:
 
 def ask(evaluation: Evaluation, suite: Suite, task: str) -> list[Answer]:
     """Ask one task of a suite, or its first `evaluation.limit` documents, in the data file's order."""
-    lm_task = load_task(suite.task_file(task))
+    lm_task = load_task(suite.task_file(task), suite.documents(task))
     groups = lm_task.build(evaluation.limit)
     instances = [instance for group in groups for instance in group]
     responses = respond(evaluation, instances, instances[0].request_type)

@@ -24,6 +24,7 @@ from prunebench.fit.copies import (
 )
 from prunebench.fit.counts import OPERATORS, ModelSize, OperatorCost, cost, extra_experts, model_size, stored_per_expert
 from prunebench.fit.folds import Folds
+from prunebench.fit.interactions import ResidualProducts, Subset, quadratic_subset, subset_cost
 from prunebench.fit.moments import Gram, JointMoments, Spread, pooled
 from prunebench.fit.remap import (
     Remap,
@@ -37,6 +38,7 @@ from prunebench.fit.remap import (
 from prunebench.fit.result import Fitted
 from prunebench.fit.share import fit_share, weighted_fit_share
 from prunebench.fit.statistics import ExpertMoments, InputOutputMoments, RoutedSamples, RoutedStates
+from prunebench.fit.subset import SubsetErrors
 from prunebench.fit.tilt import LinearMap, constant_error, fit_tilt, held_out_share, reduced_rank, squared_error
 
 __all__ = [
@@ -56,10 +58,13 @@ __all__ = [
     "Proxy",
     "Remap",
     "RemapSummary",
+    "ResidualProducts",
     "RoutedGrams",
     "RoutedSamples",
     "RoutedStates",
     "Spread",
+    "Subset",
+    "SubsetErrors",
     "absorbed_shares",
     "affine_maps",
     "best_proxy",
@@ -82,11 +87,13 @@ __all__ = [
     "parameter_distances",
     "plain_svd",
     "pooled",
+    "quadratic_subset",
     "reduced_rank",
     "remap_summary",
     "slot_cost",
     "squared_error",
     "stored_per_expert",
+    "subset_cost",
     "top_neurons",
     "weighted_fit_share",
     "whitened_factors",

@@ -1,7 +1,8 @@
 """One uniform view over the MoE layers of a transformers model, and the only hooks that touch it."""
 
+from prunebench.moe.batch import Promoted, TokenBatch
 from prunebench.moe.gradients import SeeGradients, expert_gradients
-from prunebench.moe.hooks import Instrument, LayerCounters, LayerProgram, TokenBatch
+from prunebench.moe.hooks import Instrument, LayerCounters, LayerProgram
 from prunebench.moe.inspect import ModelReport, inspect_model
 from prunebench.moe.layer import MoELayer, MoEModel, open_model
 from prunebench.moe.load import (
@@ -24,6 +25,7 @@ __all__ = [
     "MoELayer",
     "MoEModel",
     "ModelReport",
+    "Promoted",
     "SeeGradients",
     "TokenBatch",
     "check_device",

@@ -13,7 +13,7 @@ B blocks, L tokens per block, D width. Hidden states are [B, L, D] in most model
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunebench.errors import IntegrityError
+from prunebench.errors import IntegrityError, UsageError
 from prunebench.moe.layer import MoEModel
 
-__all__ = ["LAST_TOKEN", "DecoderStack", "Proof", "prove"]
+__all__ = ["LAST_TOKEN", "DecoderStack", "Proof", "prove", "watch_decoder_layers"]
 
 Batch = Mapping[str, Tensor]
 
@@ -224,6 +224,30 @@ def _decoder_layers(moe: MoEModel) -> tuple[tuple[nn.Module, ...], str]:
     if len(paths) > 1:
         return (), f"the MoE layers stand in several lists: {', '.join(sorted(paths))}"
     return tuple(moe.model.get_submodule(paths.pop()).children()), ""
+
+
+@contextmanager
+def watch_decoder_layers(moe: MoEModel, see: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
+    """While entered, show `see` every decoder layer's position and the hidden states before and after it.
+
+    Raises:
+        UsageError: for a model whose MoE layers stand in several lists.
+    """
+    layers, reason = _decoder_layers(moe)
+    if reason:
+        raise UsageError(reason, expected="one list of decoder layers")
+
+    def watch(position: int) -> Any:
+        def after(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            before = args[0] if args else kwargs[_first_of(kwargs)]
+            see(position, before, _hidden_of(output))
+
+        return after
+
+    with ExitStack() as undo:
+        for position, layer in enumerate(layers):
+            undo.callback(layer.register_forward_hook(watch(position), with_kwargs=True).remove)
+        yield
 
 
 def _trace(model: Any, layers: tuple[nn.Module, ...], batch: Batch) -> _Trace:

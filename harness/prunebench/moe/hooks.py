@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -26,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.mask import GroupPolicy
+from prunebench.moe.batch import TokenBatch, rows_per_expert, segments_of, without_padding
 from prunebench.moe.layer import MoELayer, MoEModel
 from prunebench.routing import (
     RouterCall,
@@ -37,11 +37,11 @@ from prunebench.routing import (
     select_survivors,
 )
 
-__all__ = ["Instrument", "LayerCounters", "LayerProgram", "TokenBatch"]
+__all__ = ["Instrument", "LayerCounters", "LayerProgram"]
 
 _ENDS: tuple[Literal["keep"], Literal["renorm"]] = ("keep", "renorm")
 
-Observer = Callable[[MoELayer, "TokenBatch"], None]
+Observer = Callable[[MoELayer, TokenBatch], None]
 
 
 @dataclass(frozen=True)
@@ -110,71 +110,6 @@ class LayerCounters:
     def read(self) -> dict[str, float]:
         """The counters as numbers."""
         return {name: value.item() for name, value in vars(self).items()}
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """What one MoE layer computed for one batch, padding removed; rows are sorted by expert.
-
-    Slots of identity experts, and empty ones, have no row; their index is E or more.
-
-    Args:
-        x_TD: the experts' input.
-        scores_TE: router scores p, float32; identity experts, which are left out here, have their share of a softmax.
-        choice_TE: what the router ranked (p + b, or logits).
-        index_TK: the experts that answered each slot.
-        gates_TK: gates as applied.
-        outputs_SD: un-weighted expert outputs f_e(x), one row per slot.
-        expert_S: expert of each row, non-decreasing.
-        token_S: token of each row.
-        slot_S: slot of each row.
-        counts_E: rows per expert.
-        block_T: which calibration block each token is from, counted over the pass.
-    """
-
-    x_TD: Tensor
-    scores_TE: Tensor
-    choice_TE: Tensor
-    index_TK: Tensor
-    gates_TK: Tensor
-    outputs_SD: Tensor
-    expert_S: Tensor
-    token_S: Tensor
-    slot_S: Tensor
-    counts_E: Tensor
-    block_T: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.x_TD.shape[0]
-
-    @cached_property
-    def gates_S(self) -> Tensor:
-        """Gate of each row."""
-        return self.gates_TK[self.token_S, self.slot_S]
-
-    @cached_property
-    def output_norms_S(self) -> Tensor:
-        """‖f_e(x)‖₂ of each row, accumulated in float64."""
-        if self.outputs_SD.device.type == "cpu":
-            # Norms of cache-sized pieces: one pass over memory, no float64 copy of the whole batch.
-            pieces = [piece.double().square_().sum(-1) for piece in self.outputs_SD.split(512)]
-            return torch.cat(pieces).sqrt_() if pieces else self.outputs_SD.new_zeros(0, dtype=torch.float64)
-        norms_S: Tensor = torch.linalg.vector_norm(self.outputs_SD, dim=-1, dtype=torch.float64)
-        return norms_S
-
-    @cached_property
-    def outputs_TKD(self) -> Tensor:
-        """Un-weighted outputs by token and slot; a copy, so prefer the rows."""
-        outputs = self.outputs_SD.new_zeros(*self.index_TK.shape, self.outputs_SD.shape[-1])
-        outputs[self.token_S, self.slot_S] = self.outputs_SD
-        return outputs
-
-    @cached_property
-    def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """(expert, first row, end row) of every expert with rows; reads the counts to the host once."""
-        return _segments(self.counts_E)
 
 
 @dataclass
@@ -424,11 +359,11 @@ class _LayerHooks:
         call = self.instrument.calls.pop(self.layer.index)
         if not self.by_row:
             return None
-        counts_E = _rows_per_expert(call.expert_S, self.layer.choices)
+        counts_E = rows_per_expert(call.expert_S, self.layer.choices)
         outputs_SD = self._answer(call, output, counts_E)
         if self.instrument.observer is not None:
             batch = self._batch(call, outputs_SD, counts_E)
-            self.instrument.observer(self.layer, _without_padding(batch, self.instrument.valid_T(outputs_SD.device)))
+            self.instrument.observer(self.layer, without_padding(batch, self.instrument.valid_T(outputs_SD.device)))
         return self._reduce(call, outputs_SD, counts_E)
 
     def _batch(self, call: _Call, outputs_SD: Tensor, counts_E: Tensor) -> TokenBatch:
@@ -451,6 +386,8 @@ class _LayerHooks:
             slot_S=call.slot_S[:rows],
             counts_E=counts_E,
             block_T=self.instrument.block_T(outputs_SD.device),
+            call=call.router,
+            evaluate=self.layer.run_experts if not self.program.pruned else None,
         )
 
     def _answer(self, call: _Call, output: Tensor, counts_E: Tensor) -> Tensor:
@@ -460,7 +397,7 @@ class _LayerHooks:
         outputs_SD = output.new_zeros(call.expert_S.shape[0], output.shape[-1])
         outputs_SD[call.own_S] = output[: call.own_S.shape[0]]
         valid_T = self.instrument.valid_T(output.device)
-        for expert, start, end in _segments(counts_E):
+        for expert, start, end in segments_of(counts_E):
             if expert not in self.fills:
                 continue
             token_S = call.token_S[start:end]
@@ -503,7 +440,7 @@ class _LayerHooks:
         if self.layer.reduces_in_expert_order:
             adds_in = call.gates_TK.dtype if self.layer.layout.adds_in == "gates" else call.x_TD.dtype
             total_TD = torch.zeros_like(call.x_TD, dtype=adds_in)
-            for _, start, end in _segments(counts_E):
+            for _, start, end in segments_of(counts_E):
                 token_S, slot_S = call.token_S[start:end], call.slot_S[start:end]
                 weighted_SD = outputs_SD[start:end] * call.gates_TK[token_S, slot_S, None]
                 total_TD.index_add_(0, token_S, weighted_SD.to(total_TD.dtype))
@@ -599,42 +536,3 @@ def _may_leave_empty(layer: MoELayer, program: LayerProgram) -> bool:
 def _stored_dtype(fill: nn.Module) -> torch.dtype | None:
     """The dtype of a fill's first floating tensor; None (leave as it is) if it stores none."""
     return next((t.dtype for t in fill.state_dict().values() if t.is_floating_point()), None)
-
-
-def _segments(counts_E: Tensor) -> tuple[tuple[int, int, int], ...]:
-    """(expert, first row, end row) of every expert with rows; reads the counts to the host."""
-    result, start = [], 0
-    for expert, count in enumerate(counts_E.tolist()):
-        if count:
-            result.append((expert, start, start + count))
-        start += count
-    return tuple(result)
-
-
-def _rows_per_expert(expert_S: Tensor, experts: int) -> Tensor:
-    """Rows of each expert ([E]); unlike `torch.bincount` it does not wait for a CUDA device."""
-    return torch.zeros(experts, dtype=torch.int64, device=expert_S.device).scatter_add_(
-        0, expert_S, torch.ones_like(expert_S)
-    )
-
-
-def _without_padding(batch: TokenBatch, valid_T: Tensor | None) -> TokenBatch:
-    """The batch of the valid tokens only, renumbered."""
-    if valid_T is None or bool(valid_T.all()):
-        return batch
-    new_token_T = valid_T.cumsum(0) - 1
-    rows = valid_T[batch.token_S]
-    expert_S = batch.expert_S[rows]
-    return TokenBatch(
-        x_TD=batch.x_TD[valid_T],
-        scores_TE=batch.scores_TE[valid_T],
-        choice_TE=batch.choice_TE[valid_T],
-        index_TK=batch.index_TK[valid_T],
-        gates_TK=batch.gates_TK[valid_T],
-        outputs_SD=batch.outputs_SD[rows],
-        expert_S=expert_S,
-        token_S=new_token_T[batch.token_S[rows]],
-        slot_S=batch.slot_S[rows],
-        counts_E=_rows_per_expert(expert_S, batch.counts_E.shape[0]),
-        block_T=batch.block_T[valid_T],
-    )

@@ -7,9 +7,11 @@ from prunebench.routing.gates import (
     Selection,
     gates_of,
     log_normaliser,
+    mixture_shares,
     native_gates,
     native_index,
     reroute,
+    runner_up,
     scores_and_choice,
     select_survivors,
 )
@@ -23,9 +25,11 @@ __all__ = [
     "convention_of",
     "gates_of",
     "log_normaliser",
+    "mixture_shares",
     "native_gates",
     "native_index",
     "reroute",
+    "runner_up",
     "scores_and_choice",
     "select_survivors",
 ]

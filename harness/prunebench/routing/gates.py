@@ -50,9 +50,11 @@ __all__ = [
     "Selection",
     "gates_of",
     "log_normaliser",
+    "mixture_shares",
     "native_gates",
     "native_index",
     "reroute",
+    "runner_up",
     "scores_and_choice",
     "select_survivors",
 ]
@@ -440,3 +442,57 @@ def reroute(call: RouterCall, blocked_E: Tensor, scale: Scale, policy: GroupPoli
     """S and its gates: refill the slots of blocked experts, and scale every gate as `scale` says ([T, K] each)."""
     selection = select_survivors(call, blocked_E, policy)
     return selection.index_TK, gates_of(selection, scale)
+
+
+def mixture_shares(call: RouterCall) -> Tensor:
+    """p_j / Z of the unpruned top-k, in float64 ([T, K]): a gate without c and the expert's own scale.
+
+    Where the router renormalises they sum to one (less the epsilon that it adds to its sum); elsewhere Z is 1.
+    """
+    return _shares(call, call.index_TK)
+
+
+def _shares(call: RouterCall, index_TN: Tensor) -> Tensor:
+    """p / Z of any experts, in float64 ([T, N])."""
+    log_p_TE = _log_scores(call.convention, call.logits_TE)
+    if not call.convention.renormalised:
+        return log_p_TE.gather(1, index_TN).exp()
+    # A ratio of softmax scores is that of the logits, whatever the other experts' are: no digit is lost in a sum.
+    rank_TE = call.logits_TE.double() if call.convention.simplex else log_p_TE
+    chosen_TK = rank_TE.gather(1, call.index_TK)
+    best_T1 = chosen_TK.amax(-1, keepdim=True)
+    total_T1 = (chosen_TK - best_T1).exp().sum(-1, keepdim=True)
+    share_TN = (rank_TE.gather(1, index_TN) - best_T1).exp() / total_T1
+    if call.convention.epsilon or call.convention.floor:
+        log_p_TK = log_p_TE.gather(1, call.index_TK)
+        share_TN *= (log_p_TK.logsumexp(-1, keepdim=True) - _log_sum(call.convention, log_p_TK)).exp()
+    return share_TN
+
+
+def runner_up(call: RouterCall) -> tuple[Tensor, Tensor]:
+    """The rank-(k+1) expert of the unpruned selection, within its groups, and its p over the unpruned Z ([T] each).
+
+    It is whom `select_survivors` promotes when any single member of the top-k is deleted; ties go to the lowest id.
+
+    Returns:
+        Ids, -1 where nobody is left, and shares in float64, 0 there.
+
+    Raises:
+        UsageError: for sparsemixer, whose second choice depends on the first.
+    """
+    if call.convention.score == "sparsemixer":
+        raise UsageError(
+            "sparsemixer has no rank k + 1",
+            expected="a router that ranks its experts once",
+            fix="use another criterion",
+        )
+    _, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
+    nobody_E = torch.zeros(choice_TE.shape[1], dtype=torch.bool, device=choice_TE.device)
+    taken_TE = _unavailable(call, choice_TE, nobody_E, "frozen").scatter(1, call.index_TK, value=True)
+    by_logits = call.convention.score == "softmax" and call.bias_E is None
+    order_TE = (call.logits_TE if by_logits else choice_TE).float().masked_fill(taken_TE, _NEVER)
+    # The first of equal numbers, as in a stable sort.
+    expert_T1 = order_TE.argmax(dim=-1, keepdim=True)
+    share_T1 = _shares(call, expert_T1)
+    nobody_T1 = taken_TE.all(-1, keepdim=True)
+    return expert_T1.masked_fill(nobody_T1, -1)[:, 0], share_T1.masked_fill(nobody_T1, 0.0)[:, 0]

@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, Statistic
+from prunebench.calibration.massive import MassiveRule
 from prunebench.errors import UsageError
 from prunebench.evaluate import ENGINE_VERSION
 from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
 from prunebench.mask import Budget, GroupPolicy, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
-from prunebench.record import RECORD_FILE, read_run
+from prunebench.record import RECORD_FILE, UNSAFE_LOCAL, read_run
 from prunebench.routing import Convention, Scale
 from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.sources import ModelFiles
+from prunebench.sandbox import boxed
 from prunebench.storage import read_headers
 from prunebench.suite import Suite, suite_content
 
@@ -40,6 +42,7 @@ __all__ = [
     "budget_of",
     "matches",
     "prepare",
+    "read_mask",
 ]
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
@@ -68,6 +71,10 @@ class ArmSpec:
             rule, anew among the survivors).
         ratio: share of experts pruned per layer, as typed.
         keep: experts kept per layer.
+        scope: what the budget counts over: `layer`, `group` (router groups) or `global`.
+        protect: experts that may not be pruned, others going in their place: `LAYER:EXPERT,…`, or `super` or
+            `super-relative`, the super experts found on the calibration text.
+        spare: the same with nobody going in their place, so that the mask is smaller.
         text: calibration text that the mask is chosen on, and operators are fitted on if no `fit_text` is given.
         blocks: calibration blocks per draw.
         length: tokens per block.
@@ -76,7 +83,7 @@ class ArmSpec:
         fit_blocks: another number of blocks.
         fit_length: another length of a block.
         fit_draw: another draw.
-        suites: by name or path.
+        suites: by name or path; `name=source` for data that are not shipped.
         limit: only the first items of each task; makes the run partial.
         seed: of everything random.
         device: where the model runs.
@@ -84,6 +91,7 @@ class ArmSpec:
         device_map: `auto`, or None.
         experts_implementation: of transformers, or None for the device's default.
         batch_tokens: padded tokens per forward.
+        unsafe_local: run generated programs without the sandbox; such a run never reaches the board.
     """
 
     model: str
@@ -97,6 +105,9 @@ class ArmSpec:
     groups: str = "frozen"
     ratio: str | None = None
     keep: int | None = None
+    scope: str = "layer"
+    protect: str | None = None
+    spare: str | None = None
     text: str = "world:general"
     blocks: int = 256
     length: int = 128
@@ -113,6 +124,7 @@ class ArmSpec:
     device_map: str | None = None
     experts_implementation: str | None = None
     batch_tokens: int = 8192
+    unsafe_local: bool = False
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -167,6 +179,9 @@ class ArmSpec:
                 self._mask_part if self.mask else Path(str(self.method)).stem,
                 *self.parameters,
                 amount,
+                None if self.scope == ArmSpec.scope else self.scope,
+                f"protect={self.protect}" if self.protect else None,
+                f"spare={self.spare}" if self.spare else None,
                 operator,
                 *self.operator_parameters,
                 f"layers={self.operator_layers}" if self.operator_layers else None,
@@ -183,6 +198,8 @@ class ArmSpec:
                 name += f"-{value}"
         if self.limit is not None:
             name += f"-limit{self.limit}"
+        if self.unsafe_local:
+            name += "-unsafe_local"
         # Resolved, so that "." and ".." are folders with names, and never parts of the path.
         model = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model.replace("/", "--")
         return f"{_file_name(model)}/{_file_name(name)}"
@@ -225,7 +242,7 @@ def _is_a(value: object, hint: Any) -> bool:
 
 
 def _in_words(hint: Any) -> str:
-    words = {int: "a whole number", str: "a text", types.NoneType: "None"}
+    words = {int: "a whole number", str: "a text", bool: "true or false", types.NoneType: "None"}
     if isinstance(hint, types.UnionType):
         return " or ".join(words[member] for member in typing.get_args(hint))
     return words.get(hint, "a tuple of texts")
@@ -255,6 +272,7 @@ class PreparedArm:
         elsewhere: the operator of the layers that `operator_layers` leaves out; None if there are none.
         scale: overriding scale, or None.
         budget: how many experts go, or None.
+        protects: the rule that finds the super experts that stay; None if none are looked for.
         select_needs: statistics that the mask is chosen by; none if it is given.
         replace_needs: statistics that the operator is fitted by, and the one of the other layers.
         calibration: what the mask is chosen on; None if it is given, or chosen without statistics.
@@ -275,6 +293,7 @@ class PreparedArm:
     elsewhere: Method | None
     scale: Scale | None
     budget: Budget | None
+    protects: MassiveRule | None
     select_needs: tuple[Statistic, ...]
     replace_needs: tuple[Statistic, ...]
     calibration: CalibrationSpec | None
@@ -320,14 +339,17 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     _check_settings(spec)
     asked = (spec.calibration, spec.fit_calibration)
     suites = _suites(spec.suites)
+    _check_sandbox(spec, suites)
     method = _method(spec.method, spec.parameters)
     operator = _method(spec.operator, spec.operator_parameters) or method
     scale = Scale.parse(spec.scale) if spec.scale is not None else None
-    budget = budget_of(spec.ratio, spec.keep)
+    budget = _budget(spec)
     _check_combination(spec, method, operator, scale)
     elsewhere = _method(ELSEWHERE, ()) if spec.only_in else None
     select_needs, replace_needs = _needs(method if spec.mask is None else None, operator, elsewhere)
-    calibration = spec.calibration if select_needs else None
+    layerwise = spec.mask is None and method is not None and method.schedule != "one_shot"
+    protects = _SUPER.get(spec.protect or spec.spare or "")
+    calibration = spec.calibration if select_needs or layerwise or protects is not None else None
     fit = spec.fit_calibration if replace_needs or (operator is not None and operator.visits) else None
     _check_fit(spec, operator, fit)
     source = resolve_model(spec.model)
@@ -335,7 +357,10 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     shapes, convention = files.peek()
     if budget is not None:
         budget.check(shapes)
-    mask, mask_name = _mask(spec.mask) if spec.mask is not None else (None, None)
+        if method is not None and spec.mask is None:
+            with same_torch(), naming_the_file(_method_files(method), frozenset()):
+                method.check_model(shapes, convention, budget)
+    mask, mask_name = read_mask(spec.mask) if spec.mask is not None else (None, None)
     if mask is not None:
         mask.check_fits(shapes, where=spec.mask or "mask")
         if not mask.pruned_count:
@@ -353,39 +378,9 @@ def prepare(spec: ArmSpec) -> PreparedArm:
                 expected=f"at most {positions} tokens per block",
             )
     read_headers(files.folder)  # whole safetensors, of which the record will state the bytes
-    tokenizer_sha256 = files.tokenizer_sha256()
+    files.tokenizer_sha256()  # that there is a tokenizer
     tokens = {one: files.calibration_tokens(one) for one in asked if not one.text.startswith("hub:")}
-    implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
-    known: dict[str, Any] = {
-        "engine": ENGINE_VERSION,
-        "model": {
-            "name": source.name,
-            "weights_sha256": files.weights_sha256(),
-            "tokenizer_sha256": tokenizer_sha256,
-            "shape": model_shape_text(shapes),
-        },
-        "method": _described(method),
-        "operator": _described(operator, scale),
-        "budget": budget.to_json() if budget is not None else None,
-        "calibration": None if operator is None else calibrations_json(calibration, fit, tokens),
-        "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in suites},
-        "dtype": spec.dtype,
-        "device": f"map:{spec.device_map}" if spec.device_map else spec.device.partition(":")[0],
-        "experts_implementation": implementation,
-        "batch_tokens": spec.batch_tokens,
-        "limit": spec.limit,
-        "seed": spec.seed,
-    }
-    if spec.groups != ArmSpec.groups:
-        known["groups"] = spec.groups
-    if elsewhere is not None:
-        known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(elsewhere)}
-    if mask is not None:
-        known["mask"] = {"digest": mask.digest, "source": "file"}
-    elif operator is None:
-        known["mask"] = None
-    known = json.loads(canonical_json(known))  # tuples as lists, as a record has them
-    return PreparedArm(
+    arm = PreparedArm(
         spec=spec,
         folder=files.folder,
         shapes=shapes,
@@ -397,14 +392,67 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         elsewhere=elsewhere,
         scale=scale,
         budget=budget,
+        protects=protects,
         select_needs=select_needs,
         replace_needs=replace_needs,
         calibration=calibration,
         fit=fit,
         tokens=tokens,
         suites=suites,
-        known=known,
+        known={},
     )
+    return replace(arm, known=_known(arm, source.name, files))
+
+
+def _known(arm: PreparedArm, name: str, files: ModelFiles) -> dict[str, Any]:
+    """The arm's identity as far as it is known before the mask is, as JSON data: tuples as lists, as a record has them.
+
+    A field that only some arms have is there only where it is asked for, so that other arms stay who they are.
+    """
+    spec = arm.spec
+    implementation = spec.experts_implementation or experts_implementation_for(spec.device, spec.device_map)
+    known: dict[str, Any] = {
+        "engine": ENGINE_VERSION,
+        "model": {
+            "name": name,
+            "weights_sha256": files.weights_sha256(),
+            "tokenizer_sha256": files.tokenizer_sha256(),
+            "shape": model_shape_text(arm.shapes),
+        },
+        "method": _described(arm.method),
+        "operator": _described(arm.operator, arm.scale),
+        "budget": None if arm.budget is None else _budget_json(arm.budget, spec),
+        "calibration": None if arm.operator is None else calibrations_json(arm.calibration, arm.fit, arm.tokens),
+        "suites": {suite.name: {"version": suite.version, "content": suite_content(suite)} for suite in arm.suites},
+        "dtype": spec.dtype,
+        "device": f"map:{spec.device_map}" if spec.device_map else spec.device.partition(":")[0],
+        "experts_implementation": implementation,
+        "batch_tokens": spec.batch_tokens,
+        "limit": spec.limit,
+        "seed": spec.seed,
+    }
+    if spec.groups != ArmSpec.groups:
+        known["groups"] = spec.groups
+    if spec.unsafe_local:
+        # Stated only where it departs: a sandbox is what every other record's programs ran in, or would have.
+        known["executor"] = UNSAFE_LOCAL
+    if arm.elsewhere is not None:
+        known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(arm.elsewhere)}
+    if arm.mask is not None:
+        known["mask"] = {"digest": arm.mask.digest, "source": "file"}
+    elif arm.operator is None:
+        known["mask"] = None
+    plain: dict[str, Any] = json.loads(canonical_json(known))
+    return plain
+
+
+def _check_sandbox(spec: ArmSpec, suites: tuple[Suite, ...]) -> None:
+    """Refuse, before any weight is read, to run programs where there is no sandbox, unless that was asked for."""
+    running = [suite.name for suite in suites if suite.runs_programs]
+    if spec.unsafe_local and not running:
+        raise UsageError("no suite runs programs", where=", ".join(spec.suites), fix="leave --unsafe-local out")
+    if running and not spec.unsafe_local:
+        boxed()
 
 
 def calibrations_json(
@@ -469,7 +517,7 @@ def _check_fit(spec: ArmSpec, operator: Method | None, fit: CalibrationSpec | No
         )
 
 
-def _mask(text: str) -> tuple[Mask, str]:
+def read_mask(text: str) -> tuple[Mask, str]:
     """A mask from its file or from a run's folder, and its name: the file's, or the criterion of that run."""
     path = Path(text)
     if not path.is_dir():
@@ -485,7 +533,7 @@ def _mask(text: str) -> tuple[Mask, str]:
 def _check_reference(scale: Scale, shapes: tuple[LayerShape, ...], budget: Budget | None, mask: Mask | None) -> None:
     """Refuse a reference set that is larger than the survivors of a layer."""
     for shape in shapes:
-        gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.pruned_count(shape) if budget else 0
+        gone = len(mask.pruned_of(shape.index)) if mask is not None else budget.most_pruned(shape) if budget else 0
         scale.check_possible(shape.experts - gone, where=f"layer {shape.index}")
 
 
@@ -521,13 +569,55 @@ def _needs(selects: Method | None, *operators: Method | None) -> tuple[Needs, Ne
         return tuple(choosing), tuple({one.name: one for one in reversed(fitting)}.values())[::-1]
 
 
-def budget_of(ratio: str | None, keep: int | None) -> Budget | None:
+def budget_of(ratio: str | None, keep: int | None, **more: Any) -> Budget | None:
     """The budget of a ratio as typed or a number of experts kept, if either is given."""
     if ratio is not None and keep is not None:
         raise UsageError("both ratio and keep are given", expected="one of them")
     if ratio is not None:
-        return Budget.of_ratio(ratio)
-    return Budget(keep=keep) if keep is not None else None
+        return Budget.of_ratio(ratio, **more)
+    return Budget(keep=keep, **more) if keep is not None else None
+
+
+_SUPER: dict[str, MassiveRule] = {"super": "absolute", "super-relative": "relative"}
+
+
+def _budget(spec: ArmSpec) -> Budget | None:
+    if spec.ratio is None and spec.keep is None:
+        for name in ("scope", "protect", "spare"):
+            if getattr(spec, name) != getattr(ArmSpec, name):
+                raise UsageError(f"{name} belongs to no budget", fix="give --ratio or --keep, or leave it out")
+        return None
+    if spec.protect and spec.spare:
+        raise UsageError("both protect and spare are given", expected="one of them")
+    more: dict[str, Any] = {
+        "scope": spec.scope,
+        "protected": _pairs(spec.protect or spec.spare),
+        "make_up": spec.spare is None,
+    }
+    return budget_of(spec.ratio, spec.keep, **more)
+
+
+def _pairs(text: str | None) -> dict[int, frozenset[int]]:
+    """Experts as typed, `3:54,4:38`; none where they are looked for in the model."""
+    if text is None or text in _SUPER:
+        return {}
+    pairs: dict[int, set[int]] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+):(\d+)", part.strip())
+        if match is None:
+            raise UsageError(
+                f"protected expert {part!r}", expected=f"LAYER:EXPERT, such as 3:54, or {' or '.join(_SUPER)}"
+            )
+        pairs.setdefault(int(match[1]), set()).add(int(match[2]))
+    return {index: frozenset(ids) for index, ids in pairs.items()}
+
+
+def _budget_json(budget: Budget, spec: ArmSpec) -> dict[str, Any]:
+    """The budget as it goes into an identity: super experts by the rule that finds them."""
+    asked = spec.protect or spec.spare
+    if asked not in _SUPER:
+        return budget.to_json()
+    return {**budget.to_json(), "protected": asked, **({} if budget.make_up else {"make_up": False})}
 
 
 def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | None, scale: Scale | None) -> None:
@@ -554,6 +644,10 @@ def _check_combination(spec: ArmSpec, method: Method | None, operator: Method | 
             )
         if not budget:
             raise UsageError("nothing says how many experts go", fix="give --ratio, such as 0.5, or --keep")
+        if method.schedule != "one_shot" and spec.scope == "global":
+            raise UsageError(
+                f"{method.name} sees one layer at a time, so no budget can be global", fix="leave --scope global out"
+            )
     if scale is not None and operator is not None and operator.keeps_slots():
         raise UsageError(
             f"scale {scale} has no meaning for {operator.name}",

@@ -40,7 +40,7 @@ def record_of(
     routing: dict[str, Any],
     fitted: FittedPlan | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields; `fit` is there only if a fit pass was."""
+    """The record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
     spec = arm.spec
     identity = {
         **arm.known,
@@ -75,6 +75,7 @@ def record_of(
         **({} if fitted is None else {"fit": fitted.to_json()}),
         **({} if plan is None or not plan.edits else {"edits": plan.edit_manifest()}),
         **({} if plan is None else _remap(plan, fitted)),
+        **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
     }
 
 
@@ -175,8 +176,10 @@ def git_state() -> dict[str, Any] | None:
     root = content_root()
 
     def ask(*command: str) -> str | None:
+        # Without a lock: a killed run must not leave one behind in the user's checkout.
+        words = ["git", "--no-optional-locks", "-C", str(root), *command]
         try:
-            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True)  # noqa: S607
+            done = subprocess.run(words, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()

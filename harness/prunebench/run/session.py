@@ -26,9 +26,11 @@ import torch
 from prunebench.calibration import (
     CalibrationSpec,
     CalibrationTokens,
+    OutputMax,
     ScoreResult,
     Statistic,
     by_pass,
+    find_super_experts,
     gradient_pass,
     score_pass,
     split_gradient,
@@ -43,12 +45,14 @@ from prunebench.items import LostQuestionsError
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
-from prunebench.plan import FittedPlan, Plan, fit_plan, layer_views, make_plan
+from prunebench.plan import FittedPlan, Plan, fit_plan, make_plan
 from prunebench.record import Item, Run, read_run, write_run
 from prunebench.run.arm import ArmSpec, PreparedArm, matches, prepare
 from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.recording import git_state, record_of, routing_of
+from prunebench.run.selection import choose_mask
 from prunebench.run.sources import calibration_tokens
+from prunebench.sandbox import OPEN, boxed
 from prunebench.suite import Suite
 
 __all__ = ["Outcome", "Session", "check_writable", "finished", "run"]
@@ -116,6 +120,22 @@ class Session:
         with naming_the_file(arm.method_files, frozenset(str(suite.file) for suite in arm.suites)):
             return self._execute(arm, folder)
 
+    def choose(self, arm: PreparedArm) -> Mask:
+        """The arm's mask, and nothing else; its `report` says how it came about.
+
+        Raises:
+            UsageError: bad input, or an arm without a criterion.
+        """
+        if arm.mask is not None or arm.method is None:
+            raise UsageError("no criterion to choose a mask by", fix="give a method that selects")
+        with naming_the_file(arm.method_files, frozenset()):
+            loaded = self._model(arm)
+            text = None if arm.calibration is None else self._tokens(arm, loaded)[arm.calibration]
+            needs = _choosing(arm)
+            scores = None if text is None or not needs else self._scores(arm, loaded, text, needs)
+            with same_torch():
+                return self._select(arm, arm.method, loaded, scores, text)
+
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()
         loaded = self._model(arm)
@@ -145,6 +165,7 @@ class Session:
             "processor": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
             "git": git_state(),
+            **self._executor(arm),
         }
         write_run(folder, record, items)
         if fitted is not None and fitted.checkpoint is not None:
@@ -152,6 +173,13 @@ class Session:
         return Outcome(folder, read_run(folder), reused=False)
 
     # --- steps
+
+    def _executor(self, arm: PreparedArm) -> dict[str, Any]:
+        """Where programs ran, if any did. It is no part of the identity: the sandbox's version changes no verdict."""
+        if not any(suite.runs_programs for suite in arm.suites):
+            return {}
+        box = OPEN if arm.spec.unsafe_local else boxed()
+        return {"sandbox": box.name, "python": platform.python_version()}
 
     def _report(self, what: str, done: int, total: int) -> None:
         if self.progress is not None:
@@ -211,18 +239,19 @@ class Session:
         needs: dict[CalibrationSpec, list[Statistic]] = {}
         fit_needs = by_pass(arm.operator.replace_needs())
         fitting = (*fit_needs.score, *fit_needs.gradient, *(arm.elsewhere.replace_needs() if arm.elsewhere else ()))
-        for one, wanted in ((arm.calibration, arm.select_needs), (arm.fit, fitting)):
+        for one, wanted in ((arm.calibration, _choosing(arm)), (arm.fit, fitting)):
             if one is not None and wanted:
                 needs.setdefault(one, []).extend(wanted)
         scores = {one: self._scores(arm, loaded, tokens[one], wanted) for one, wanted in needs.items()}
-        chosen_on = scores[arm.calibration] if arm.calibration is not None else None
+        chosen_on = scores.get(arm.calibration) if arm.calibration is not None else None
         fitted_on = scores.get(arm.fit) if arm.fit is not None else None
         if arm.mask is not None:
             mask, source = arm.mask, "file"
         else:
             assert arm.method is not None
             with same_torch():
-                mask, source = self._select(arm, arm.method, loaded, chosen_on), arm.method.name
+                text = tokens[arm.calibration] if arm.calibration is not None else None
+                mask, source = self._select(arm, arm.method, loaded, chosen_on, text), arm.method.name
         with same_torch():
             plan, fitted = self._answers(arm, arm.operator, loaded, mask, fitted_on, tokens)
             if arm.elsewhere is not None:
@@ -257,24 +286,44 @@ class Session:
         )
         return fitted.plan, fitted
 
-    def _select(self, arm: PreparedArm, method: Method, loaded: LoadedModel, scores: ScoreResult | None) -> Mask:
+    def _select(
+        self,
+        arm: PreparedArm,
+        method: Method,
+        loaded: LoadedModel,
+        scores: ScoreResult | None,
+        tokens: CalibrationTokens | None,
+    ) -> Mask:
         assert arm.budget is not None
-        declared = tuple(statistic.name for statistic in arm.select_needs)
-        views = layer_views(loaded.moe, scores, declared, f"{method.name}.select_needs")
-        mask = method.select(views, arm.budget, rng=np.random.default_rng(arm.spec.seed))
-        if not isinstance(mask, Mask):
-            raise UsageError(
-                f"select returned a {type(mask).__name__}", where=f"method {method.name}", expected="a prunebench.Mask"
+        budget, found = arm.budget, None
+        if arm.protects is not None:
+            assert tokens is not None
+            assert scores is not None
+            found = find_super_experts(
+                loaded.moe,
+                tokens,
+                scores,
+                arm.protects,
+                batch_tokens=arm.spec.batch_tokens,
+                progress=lambda done, total: self._report("super experts", done, total),
             )
-        mask.check_fits(loaded.moe.shapes, where=f"{method.name}.select")
-        for layer, shape in zip(mask.layers, loaded.moe.shapes, strict=True):
-            if len(layer.pruned) != arm.budget.pruned_count(shape):
-                raise UsageError(
-                    f"select pruned {len(layer.pruned)} experts",
-                    where=f"method {method.name}, layer {layer.index}",
-                    expected=f"{arm.budget.pruned_count(shape)}, as the budget says",
-                )
-        return mask
+            budget = replace(budget, protected=found.protected)
+            budget.check(loaded.moe.shapes)
+        mask = choose_mask(
+            loaded.moe,
+            method,
+            budget,
+            needs=arm.select_needs,
+            scores=scores if arm.select_needs else None,
+            tokens=tokens,
+            rng=np.random.default_rng(arm.spec.seed),
+            batch_tokens=arm.spec.batch_tokens,
+            policy=arm.policy,
+            progress=self._report,
+        )
+        return (
+            mask if found is None else replace(mask, report={**(mask.report or {}), "super_experts": found.to_json()})
+        )
 
     def _scores(
         self, arm: PreparedArm, loaded: LoadedModel, tokens: CalibrationTokens, needs: Sequence[Statistic]
@@ -338,7 +387,14 @@ class Session:
     ) -> tuple[list[Item], list[Check], dict[int, dict[str, float]]]:
         """All items, the checks that need an evaluation, and the counters by layer."""
         spec = arm.spec
-        evaluation = Evaluation(loaded.moe.model, loaded.tokenizer, spec.batch_tokens, spec.limit, self.progress)
+        evaluation = Evaluation(
+            loaded.moe.model,
+            loaded.tokenizer,
+            spec.batch_tokens,
+            spec.limit,
+            self.progress,
+            unsafe_local=spec.unsafe_local,
+        )
         # The dense model runs without any hook: what the others are compared with is not touched at all.
         context = installed(loaded.moe, plan, policy=arm.policy) if plan is not None else nullcontext()
         with context as instrument:
@@ -383,6 +439,12 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
 
 
 # --- helpers
+
+
+def _choosing(arm: PreparedArm) -> tuple[Statistic, ...]:
+    """The statistics that a score or gradient pass measures for the mask."""
+    at_once = arm.select_needs if arm.method is None or arm.method.schedule == "one_shot" else ()
+    return (*at_once, *([OutputMax()] if arm.protects is not None else []))
 
 
 def _repeated(suites: Sequence[Suite], evaluation: Evaluation) -> Check:

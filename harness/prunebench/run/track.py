@@ -10,8 +10,8 @@
     calibration = { text = "world:general", blocks = 256, length = 128, draws = ["A"] }
 
 Every model also gets its dense arm, first. `operator@scale` sets the gate scale, and `name(parameter=value, …)` the
-parameters of a criterion or operator, as in `tilt(rank=8)`. A track that is no single product of
-ratios, masks and operators has grids, which take from the track what they do not say themselves:
+parameters of a criterion or operator, as in `tilt(rank=8)`. A track that is no single product of ratios, masks and
+operators has grids, which take from the track what they do not say themselves (their `models` are some of the track's):
 
     [[grid]]                               # the mask held, the operator fitted anew
     masks = ["mone"]
@@ -36,6 +36,7 @@ from prunebench.run.arm import DEFAULT_SUITES, ArmSpec
 __all__ = ["Track", "read_track"]
 
 _GRID: dict[str, type] = {
+    "models": list,
     "ratios": list,
     "keep": list,
     "masks": list,
@@ -43,7 +44,7 @@ _GRID: dict[str, type] = {
     "calibration": dict,
     "fit": dict,
 }
-_TRACK: dict[str, type] = {"name": str, "models": list, "suites": list, "seed": int, **_GRID}
+_TRACK: dict[str, type] = {"name": str, "suites": list, "seed": int, **_GRID}
 _CALIBRATION: dict[str, type] = {"text": str, "blocks": int, "length": int, "draws": list}
 
 
@@ -113,7 +114,8 @@ def read_track(path: Path, **options: Any) -> Track:
     arms = []
     for model in track["models"]:
         arms.append(ArmSpec(model=model, **_sizes(track.get("calibration", {})), **shared))
-        arms += [ArmSpec(model=model, **arm, **shared) for grid in grids for arm in _product(grid)]
+        own = (grid for grid in grids if model in grid["models"])
+        arms += [ArmSpec(model=model, **arm, **shared) for grid in own for arm in _product(grid)]
     _check_distinct(arms, where)
     return Track(track["name"], tuple(arms))
 
@@ -135,6 +137,8 @@ def _inherited(track: Mapping[str, Any], grid: Mapping[str, Any], where: str) ->
     if {"ratios", "keep"} & set(grid):
         taken = {key: value for key, value in taken.items() if key not in {"ratios", "keep"}}
     whole = {**taken, **grid}
+    if unknown := [model for model in whole["models"] if model not in track["models"]]:
+        raise UsageError(f"{unknown[0]} is no model of the track", where=where, expected=", ".join(track["models"]))
     for key in ("calibration", "fit"):
         own = {**track.get(key, {}), **grid.get(key, {})}
         whole[key] = _checked(own, _CALIBRATION, f"{where}, {key}")

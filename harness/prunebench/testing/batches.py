@@ -9,7 +9,7 @@ T tokens, K slots per token, E experts, S rows (one per slot), D width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,7 @@ from prunebench.calibration import Statistic
 from prunebench.errors import UsageError
 from prunebench.mask import LayerShape
 from prunebench.moe import TokenBatch
+from prunebench.moe.batch import call_of_tokens
 from prunebench.routing import Convention, RouterCall, native_gates, native_index, scores_and_choice
 
 __all__ = ["batch_of", "check_relabelling", "measured", "relabel_batch", "router_call", "shape_of", "split_batch"]
@@ -67,6 +68,8 @@ def batch_of(
     outputs_TKD: Tensor,
     block_T: Tensor | None = None,
     slot_major: bool = False,
+    call: RouterCall | None = None,
+    evaluate: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> TokenBatch:
     """A `TokenBatch` from tensors by token and slot; the rows are derived, so they cannot disagree.
 
@@ -79,6 +82,8 @@ def batch_of(
         outputs_TKD: un-weighted expert outputs.
         block_T: calibration block of each token; by default all are of block 0.
         slot_major: the order of one expert's rows: by slot and then token, as `eager` sends them, else by token.
+        call: the router's decision, for statistics that ask how gates were made.
+        evaluate: f_e(x) of given rows and experts, for statistics that ask for more outputs.
     """
     tokens, slots = index_TK.shape
     if slot_major:
@@ -101,6 +106,8 @@ def batch_of(
         slot_S=slot_S,
         counts_E=torch.bincount(expert_S, minlength=scores_TE.shape[1]),
         block_T=torch.zeros(tokens, dtype=torch.int64) if block_T is None else block_T,
+        call=call,
+        evaluate=evaluate,
     )
 
 
@@ -126,6 +133,8 @@ def split_batch(batch: TokenBatch, *cuts: int) -> tuple[TokenBatch, ...]:
             gates_TK=batch.gates_TK[start:end],
             outputs_TKD=batch.outputs_TKD[start:end],
             block_T=batch.block_T[start:end],
+            call=None if batch.call is None else call_of_tokens(batch.call, slice(start, end)),
+            evaluate=batch.evaluate,
         )
         for start, end in pairwise(edges)
     )
@@ -138,15 +147,29 @@ def relabel_batch(batch: TokenBatch, old_of_new: Sequence[int]) -> TokenBatch:
         UsageError: if that does not name every expert once.
     """
     order_E = check_relabelling(old_of_new, batch.counts_E.shape[0])
-    new_of_old = [*order_E.argsort().tolist(), *range(len(order_E), int(batch.index_TK.max()) + 1)]
+    new_of_old = torch.tensor([*order_E.argsort().tolist(), *range(len(order_E), int(batch.index_TK.max()) + 1)])
+    call, evaluate = batch.call, batch.evaluate
+    if call is not None:
+        # Identity experts' logits follow.
+        logits_order = torch.tensor([*order_E.tolist(), *range(len(order_E), call.logits_TE.shape[1])])
+        call = RouterCall(
+            call.convention,
+            call.logits_TE[:, logits_order],
+            None if call.bias_E is None else call.bias_E[logits_order],
+            logits_order.argsort()[call.index_TK],
+            call.gates_TK,
+            None if call.expert_scale_E is None else call.expert_scale_E[logits_order],
+        )
     return batch_of(
         x_TD=batch.x_TD,
         scores_TE=batch.scores_TE[:, order_E],
         choice_TE=batch.choice_TE[:, order_E],
-        index_TK=torch.tensor(new_of_old)[batch.index_TK],
+        index_TK=new_of_old[batch.index_TK],
         gates_TK=batch.gates_TK,
         outputs_TKD=batch.outputs_TKD,
         block_T=batch.block_T,
+        call=call,
+        evaluate=None if evaluate is None else lambda x_SD, expert_S: evaluate(x_SD, order_E[expert_S]),
     )
 
 

@@ -64,15 +64,19 @@ def score(
     moe: MoEModel, statistics: Sequence[Statistic], *, ids_BL: Tensor | None = None, batch_tokens: int = 8192
 ) -> ScoreResult:
     """A score pass, and where asked for a gradient pass, over token ids ([B, L]), by default 4 random blocks of 24."""
-    ids_BL = random_ids() if ids_BL is None else ids_BL
-    tokens = CalibrationTokens(CalibrationSpec("file:random", *ids_BL.shape), ids_BL, "random")
+    tokens = _tokens(ids_BL)
     others, gradient = split_gradient(statistics)
     scores = score_pass(moe, tokens, others, batch_tokens=batch_tokens)
     return scores.joined(gradient_pass(moe, tokens, gradient)) if gradient else scores
 
 
+def _tokens(ids_BL: Tensor | None) -> CalibrationTokens:
+    ids_BL = random_ids() if ids_BL is None else ids_BL
+    return CalibrationTokens(CalibrationSpec("file:random", *ids_BL.shape), ids_BL, "random")
+
+
 def select(method: Method, moe: MoEModel, budget: Budget, *, ids_BL: Tensor | None = None, seed: int = 0) -> Mask:
-    """The mask that a method selects after a score pass over given token ids.
+    """The mask that a method selects on given token ids: after a score pass, or layer by layer as its schedule says.
 
     Two tokens (`random_ids(1, 2)`) leave most experts never routed to.
 
@@ -84,9 +88,15 @@ def select(method: Method, moe: MoEModel, budget: Budget, *, ids_BL: Tensor | No
         seed: of the generator that the method is handed.
     """
     needs = method.select_needs()
+    rng = np.random.default_rng(seed)
+    if method.schedule != "one_shot":
+        from prunebench.run.selection import choose_mask  # loads everything that an arm needs
+
+        tokens = _tokens(ids_BL)
+        return choose_mask(moe, method, budget, needs=needs, scores=None, tokens=tokens, rng=rng)
     declared = tuple(statistic.name for statistic in needs)
     views = layer_views(moe, score(moe, needs, ids_BL=ids_BL), declared, f"{method.name}.select_needs")
-    return method.select(views, budget, rng=np.random.default_rng(seed))
+    return method.select(views, budget, rng=rng)
 
 
 def relabel_model(moe: MoEModel, old_of_new: Sequence[int]) -> MoEModel:

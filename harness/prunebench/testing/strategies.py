@@ -525,6 +525,11 @@ def _token_batches(draw: st.DrawFn, calls: _Calls, *, width: int, unrouted: bool
     expert_TK = index_TK.clamp(max=experts - 1)  # slots without a row have no output
     outputs_TKD = slope_E[expert_TK][..., None] * x_TD[:, None] + (shift_E + offset)[expert_TK][..., None]
     scores_TE, choice_TE = scores_and_choice(call.convention, call.logits_TE, call.bias_E)
+
+    def evaluate(x_SD: Tensor, expert_S: Tensor) -> Tensor:
+        answers_SD = slope_E[expert_S][:, None] * x_SD.float() + (shift_E + offset)[expert_S][:, None]
+        return answers_SD.to(calls.dtype)
+
     return batch_of(
         x_TD=x_TD.to(calls.dtype),
         scores_TE=scores_TE[:, :experts].float(),
@@ -534,6 +539,8 @@ def _token_batches(draw: st.DrawFn, calls: _Calls, *, width: int, unrouted: bool
         outputs_TKD=outputs_TKD.to(calls.dtype),
         block_T=torch.tensor([starts for _, starts in tokens], dtype=torch.int64).cumsum(0),
         slot_major=slot_major,
+        call=call,
+        evaluate=None if unrouted else evaluate,
     )
 
 

@@ -20,7 +20,7 @@ from prunebench.method import Method
 
 __all__: list[str] = []
 
-_VERBS = ("select", "replace", "route", "select_needs", "replace_needs")
+_VERBS = ("select", "replace", "route", "select_needs", "replace_needs", "check_model")
 # Attributes that lead behind an object's public face.
 _BEHIND = {"__dict__", "__globals__", "__closure__", "__subclasses__", "__code__", "__traceback__"}
 _LIBRARIES = {"torch", "np", "numpy", "self", "cls"}

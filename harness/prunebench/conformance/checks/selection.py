@@ -10,7 +10,7 @@ from prunebench.conformance.registry import check
 from prunebench.conformance.result import Fault, NotApplicable, Refusal
 from prunebench.conformance.subject import HALF, Subject, required
 from prunebench.errors import UsageError
-from prunebench.mask import Budget, LayerShape, Mask, model_shape_text
+from prunebench.mask import Budget, LayerShape, Mask, Scope, model_shape_text
 
 __all__: list[str] = []
 
@@ -55,9 +55,8 @@ def check_exact_budget(subject: Subject) -> None:
 @check("selection", of="mask", after=("exact_budget",))
 def check_whole_budget(subject: Subject) -> None:
     """Counted over router groups or the whole model, as many go as the budget says, or it refuses in one line."""
-    if "scope" not in Budget.__dataclass_fields__:
-        raise NotApplicable("budgets are per layer")
-    for scope, wanted in (("group", 6), ("global", 7)):  # 0.45 of 8 twice, and of 16
+    scopes: tuple[tuple[Scope, int], ...] = (("group", 6), ("global", 7))  # 0.45 of 8 twice, and of 16
+    for scope, wanted in scopes:
         budget = Budget.of_ratio("0.45", scope=scope)
         try:
             counts = _counts(subject.mask(budget=budget))

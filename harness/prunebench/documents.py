@@ -1,0 +1,136 @@
+"""Rows of a data set that is not shipped: from a file, from the hub, or by evalplus's own loader.
+
+    humaneval.jsonl.gz                     a file: JSON lines, gzipped or not, or one JSON list
+    hub:openai/openai_humaneval[@REV]      through `datasets`; config and split are the task file's
+    evalplus:humaneval | evalplus:mbpp     evalplus's release, as its loader gives it (extra `code`)
+
+Nothing is fetched unless the second or third form is asked for, or no source is given at all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prunebench.errors import PrerequisiteError, UsageError
+
+__all__ = ["DATA_FOLDER", "Rows", "read_rows", "source_or_default", "typed_inputs"]
+
+DATA_FOLDER = "PRUNEBENCH_DATA"
+"""Environment variable: a folder of data files, looked into before the hub."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def source_or_default(source: str | None, file: str, default: str) -> str:
+    """What a suite reads: what was asked for, else `file` in the data folder if there is one, else its default.
+
+    Args:
+        source: as asked for, or None.
+        file: the data's name in the data folder; `.jsonl` and `.jsonl.gz` are both looked for.
+        default: a source for machines with a network.
+    """
+    if source:
+        return source
+    folder = os.environ.get(DATA_FOLDER)
+    if folder:
+        for name in (f"{file}.jsonl.gz", f"{file}.jsonl"):
+            path = Path(folder, name)
+            if path.is_file():
+                return str(path)
+    return default
+
+
+def read_rows(source: str, *, config: str | None = None, split: str = "test") -> Rows:
+    """All rows of a source, in its order.
+
+    Args:
+        source: a path, `hub:…` or `evalplus:…`.
+        config: of a hub data set.
+        split: of a hub data set.
+
+    Raises:
+        PrerequisiteError: if it cannot be read or fetched, or the extra `code` is missing.
+        UsageError: if it is none of the three, or not made of JSON objects.
+    """
+    kind, _, rest = source.partition(":")
+    if kind == "hub":
+        return _from_hub(rest, config, split)
+    if kind == "evalplus":
+        return _from_evalplus(rest)
+    return _from_file(Path(source).expanduser())
+
+
+def _from_file(path: Path) -> Rows:
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise PrerequisiteError("cannot read the data", where=str(path), fix=str(error)) from error
+    try:
+        # Not splitlines(): JSON strings may hold other line separators than \n.
+        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.split("\n") if x]
+    except ValueError as error:
+        raise UsageError("the data is no JSON", where=str(path), expected="JSON lines", fix=str(error)) from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise UsageError("the data has no rows", where=str(path), expected="one JSON object per line")
+    return list(rows)
+
+
+def _from_hub(name: str, config: str | None, split: str) -> Rows:
+    from datasets import load_dataset
+
+    repository, _, revision = name.partition("@")
+    try:
+        return [dict(row) for row in load_dataset(repository, config, split=split, revision=revision or None)]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise PrerequisiteError(
+            f"cannot fetch the data ({type(error).__name__})",
+            where=f"hub:{name}",
+            expected="a data set that can be reached, or is in the cache of datasets",
+            fix=f"give a file, as --suite NAME=FILE, or set {DATA_FOLDER} to a folder that has it",
+        ) from error
+
+
+def _from_evalplus(name: str) -> Rows:
+    if name not in {"humaneval", "mbpp"}:
+        raise UsageError(f"evalplus has no {name!r}", expected="evalplus:humaneval or evalplus:mbpp")
+    try:
+        from evalplus.data.humaneval import _ready_human_eval_plus_path
+        from evalplus.data.mbpp import _ready_mbpp_plus_path
+    except ImportError as error:
+        raise _no_evalplus(error) from error
+    ready = {"humaneval": _ready_human_eval_plus_path, "mbpp": _ready_mbpp_plus_path}[name]
+    try:
+        # Its loader finds or downloads the release; the rows are read here, as its reader changes the inputs' types.
+        return _from_file(Path(ready()))
+    except OSError as error:
+        raise PrerequisiteError(
+            f"evalplus cannot fetch its data ({type(error).__name__})",
+            where=f"evalplus:{name}",
+            fix=f"give a file, as --suite NAME=FILE, or set {DATA_FOLDER} to a folder that has it",
+        ) from error
+
+
+def typed_inputs(task: str, inputs: list[Any]) -> list[Any]:
+    """MBPP+'s inputs with the types that JSON has no words for (tuples, sets, complex numbers), as evalplus reads them.
+
+    Raises:
+        PrerequisiteError: without the extra `code`.
+    """
+    try:
+        from evalplus.data.mbpp import mbpp_deserialize_inputs
+    except ImportError as error:
+        raise _no_evalplus(error) from error
+    typed: list[Any] = mbpp_deserialize_inputs(task, inputs)
+    return typed
+
+
+def _no_evalplus(error: ImportError) -> PrerequisiteError:
+    return PrerequisiteError(
+        "evalplus is not installed", where=str(error), fix="pip install 'prunebench[code]', for HumanEval+ and MBPP+"
+    )
