@@ -220,11 +220,20 @@ def _as_path(text: str) -> Path:
         return Path(text)
 
 
+def _suffix(kind: Kind) -> str:
+    return ".toml" if kind == "tracks" else ".py"
+
+
+def _is_path(kind: Kind, name_or_path: str) -> bool:
+    """Whether it is meant as a path: anything with a separator or the suffix."""
+    return "/" in name_or_path or name_or_path.endswith(_suffix(kind))
+
+
 def _resolve_file(kind: Kind, name_or_path: str) -> Path:
-    """The file of a content name; anything with a separator or the suffix is taken as a path."""
-    suffix = ".toml" if kind == "tracks" else ".py"
+    """The file of a content name, or the path itself."""
+    suffix = _suffix(kind)
     noun = kind.removesuffix("s")
-    if "/" in name_or_path or name_or_path.endswith(suffix):
+    if _is_path(kind, name_or_path):
         path = _as_path(name_or_path)
         if not path.is_file():
             raise UsageError(f"no such {noun} file", where=name_or_path, expected=f"a {suffix} file")
@@ -353,7 +362,8 @@ def load_method_class(name_or_path: str) -> type[Method]:
     """
     from prunebench.method import Method  # loads torch
 
-    if name_or_path not in available("methods") and (entry := plugins().get(name_or_path)) is not None:
+    named = not _is_path("methods", name_or_path) and name_or_path not in available("methods")
+    if named and (entry := plugins().get(name_or_path)) is not None:
         return _load_plugin(entry)
     path = _resolve_file("methods", name_or_path)
     module = _load_file("methods", path)

@@ -13,7 +13,7 @@ from prunebench.errors import UsageError
 
 TEXT = (Path(__file__).parents[2] / "docs" / "add-a-method.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
-FILES = {re.search(r'name = "([\w-]+)"', text)[1]: text for text in EXAMPLES if "(Method)" in text}
+FILES = {re.search(r'name = "([\w-]+)"\n    reference', text)[1]: text for text in EXAMPLES if "(Method)" in text}
 
 
 def test_the_page_has_a_criterion_a_fill_and_a_router_edit():

@@ -82,7 +82,10 @@ class Nameless(Method):
     name = "nameless"
 
 
-@parametrize_with_checks([Nameless()], expected_failures={"nameless": {"metadata": "it is an example"}})
+EXPECTED = {"metadata": "it is an example", "imports": "it stands in a test"}
+
+
+@parametrize_with_checks([Nameless()], expected_failures={"nameless": EXPECTED})
 def test_the_decorator_expects_what_it_is_told_to(method, check):
     check(method)
 

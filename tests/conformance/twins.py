@@ -191,7 +191,8 @@ TWINS = [
     twin(
         "import_effects",
         "reads a file while it is imported",
-        ("class GateSquareSum", "TEXT = open(__file__).read()\n\n\nclass GateSquareSum"),
+        imports("pathlib"),
+        ("class GateSquareSum", "TEXT = pathlib.Path(__file__).read_text()\n\n\nclass GateSquareSum"),
     ),
     # selection
     twin(

@@ -59,7 +59,7 @@ def index(methods: Sequence[tuple[Method, Report]]) -> str:
         "| method | kind | source | checks |",
         "| --- | --- | --- | --- |",
     ]
-    for method, report in methods:
+    for method, report in sorted(methods, key=lambda one: one[1].name):
         kind = type(method)
         lines.append(
             f"| [{report.name}]({report.name}.md) | {_kind(kind)} | {_cell(str(kind.reference))} | {report.summary()} |"

@@ -29,7 +29,7 @@ EXPERTS, TOP_K = 8, 2
 HOMES = ("olmoe", "qwen3_moe")
 # One family of every way of routing in prunebench.testing.FAMILIES, and of every layout of an expert.
 CONVENTIONS = (
-    *("olmoe", "qwen3_moe", "deepseek_v2.groups", "deepseek_v3", "deepseek_v3.groups", "dots1.no_renorm"),
+    *("olmoe", "qwen3_moe", "granitemoe", "deepseek_v2.groups", "deepseek_v3", "deepseek_v3.groups", "dots1.no_renorm"),
     *("lfm2_moe.no_bias", "deepseek_v4.hash", "phimoe", "gpt_oss", "gemma4", "ernie4_5_moe", "longcat_flash"),
     *("nemotron_h", "llama4"),
 )

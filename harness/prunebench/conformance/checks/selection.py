@@ -52,7 +52,7 @@ def check_exact_budget(subject: Subject) -> None:
             )
 
 
-@check("selection", of="mask", after=("exact_budget",))
+@check("selection", of="mask", after=("exact_budget", "protected"))
 def check_whole_budget(subject: Subject) -> None:
     """Counted over router groups or the whole model, as many go as the budget says, or it refuses in one line."""
     scopes: tuple[tuple[Scope, int], ...] = (("group", 6), ("global", 7))  # 0.45 of 8 twice, and of 16
