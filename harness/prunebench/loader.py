@@ -125,8 +125,7 @@ def available(kind: Kind) -> list[str]:
     folder = content_root() / _FOLDERS[kind]
     if kind == "models":
         return sorted(config.parent.name for config in folder.glob("*/config.json"))
-    suffix = ".toml" if kind == "tracks" else ".py"
-    return sorted(file.stem for file in folder.glob(f"*{suffix}") if not file.name.startswith(("_", ".")))
+    return sorted(file.stem for file in folder.glob(f"*{_suffix(kind)}") if not file.name.startswith(("_", ".")))
 
 
 def plugins() -> dict[str, importlib.metadata.EntryPoint]:
