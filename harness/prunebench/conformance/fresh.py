@@ -132,6 +132,10 @@ class _Server:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(roots)),
+            # Two threads that wait for one another by spinning take seconds where there is one core for them.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": "0",
+            "KMP_BLOCKTIME": "0",
             # Other hashes than here, whatever they are here.
             "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1",
         }

@@ -318,9 +318,9 @@ class Subject:
                 except (Exception, SystemExit) as error:  # noqa: BLE001  a method may raise anything
                     self.kept[key] = None, self._named(error)
             trial.acts += acts
-        value, error = self.kept[key]
-        if error is not None:
-            raise error
+        value, failure = self.kept[key]
+        if failure is not None:
+            raise failure
         found: _Value = value
         return found
 

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import prunebench
 from prunebench.calibration import Statistic
@@ -30,7 +31,7 @@ _SIZES = {"width", "experts", "index", "top_k", "groups", "model_shape", "shape"
 @check("interface")
 def check_metadata(subject: Subject) -> None:
     """A method has a name, a version, a reference, and a docstring that defines it."""
-    kind = type(subject.method)
+    kind: Any = type(subject.method)
     wanted = {
         "name": (isinstance(kind.name, str) and re.fullmatch(r"[a-z0-9][a-z0-9-]*", kind.name), 'name = "my-method"'),
         "version": (type(kind.version) is int and kind.version >= 1, "version = 1, and one more for each change"),

@@ -149,8 +149,8 @@ def _difference(one: Plan, other: Plan, *, exact: bool = True) -> str:
         if set(mine) != set(theirs):
             return f"other tensors of {what}s"
         for name, tensor in mine.items():
-            close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-3, "atol": 1e-4}
-            if not torch.allclose(tensor, theirs[name], **close):
+            rtol, atol = (0.0, 0.0) if exact else (1e-3, 1e-4)
+            if not torch.allclose(tensor, theirs[name], rtol=rtol, atol=atol):
                 return f"{what} layer/expert/name {name} differs"
     return ""
 
