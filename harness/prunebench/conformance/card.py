@@ -44,7 +44,11 @@ def card(method: Method, report: Report) -> str:
             passed = [f"`{one.check}`" for one in results if one.outcome == "passed"]
             others = [f"`{one.check}`: {one.outcome}" for one in results if one.outcome != "passed"]
             lines.append(f"| {group}: {words} | {', '.join(passed) or '–'} | {', '.join(others) or '–'} |")
-    said = [f"- `{one.check}`, {one.outcome}: {one.message}" for one in report.results if one.message]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for one in report.results:
+        if one.message:
+            alike.setdefault((one.outcome, one.message), []).append(f"`{one.check}`")
+    said = [f"- {', '.join(names)}, {outcome}: {message}" for (outcome, message), names in alike.items()]
     return "\n".join([*lines, "", *said]).rstrip() + "\n"
 
 

@@ -85,8 +85,15 @@ def _outcome(subject: Subject, check: Check) -> Result:
         return Result(check.name, check.group, "not applicable", str(reason))
     except PruneBenchError as error:
         return Result(check.name, check.group, "failed", f"{error}; reproduce: {_command(subject, check)}")
-    refused = "; ".join(f"not on {family}: {why}" for family, why in subject.refused.items())
-    return Result(check.name, check.group, "passed", refused if check.name == "every_router" else "")
+    return Result(check.name, check.group, "passed", _refusals(subject) if check.name == "every_router" else "")
+
+
+def _refusals(subject: Subject) -> str:
+    """On which routers a method does not work by its own word, by reason."""
+    families: dict[str, list[str]] = {}
+    for family, why in subject.refused.items():
+        families.setdefault(why, []).append(family)
+    return "; ".join(f"not on {', '.join(names)}: {why}" for why, names in families.items())
 
 
 def _command(subject: Subject, check: Check) -> str:
