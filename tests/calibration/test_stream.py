@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import types
@@ -73,7 +74,9 @@ def same(one, other) -> None:
 
 
 def digest(batch) -> str:
-    fields = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    # What is cached on a batch is there only once somebody has asked for it.
+    given = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    fields = [value for value in given if isinstance(value, torch.Tensor)]
     return sha256(b"".join(value.contiguous().view(torch.uint8).numpy().tobytes() for value in fields)).hexdigest()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from prunebench.install import installed
 from prunebench.mask import Mask
-from prunebench.method import Replacements, Routing
+from prunebench.method import Method, Replacements, Routing
 from prunebench.moe import open_model
 from prunebench.moe.layer import find_layers
 from prunebench.plan import make_plan
@@ -51,7 +51,7 @@ def test_selected_unmodified_scores_are_renormalised_and_scaled(family, pruned):
     assert dict(zip(index_TK[0].tolist(), gates_TK[0].tolist(), strict=True)) == pytest.approx(wanted, rel=1e-6)
 
 
-class Reroute:
+class Reroute(Method):
     """No fills."""
 
     name = "reroute"

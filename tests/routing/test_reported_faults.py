@@ -10,7 +10,7 @@ import torch
 from prunebench.errors import UsageError
 from prunebench.install import installed
 from prunebench.mask import Budget, Mask
-from prunebench.method import Replacements, Routing
+from prunebench.method import Method, Replacements, Routing
 from prunebench.moe import open_model
 from prunebench.moe.layer import find_layers
 from prunebench.plan import make_plan
@@ -244,7 +244,7 @@ def test_groups_that_could_not_fill_the_slots_are_refused_before_any_work(family
         mask.check_fits(shapes, policy=policy)
 
 
-class Reroute:
+class Reroute(Method):
     """No fills."""
 
     name = "reroute"

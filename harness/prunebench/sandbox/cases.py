@@ -167,10 +167,7 @@ def run_cases(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    verdicts = [
-        _run(case, box) if verdict.state == "timeout" else verdict
-        for case, verdict in zip(batch, verdicts, strict=True)
-    ]
+    verdicts = [_again(case, verdict, box) for case, verdict in zip(batch, verdicts, strict=True)]
     for case, verdict, wanted in ((canary, verdicts[0], True), (empty, verdicts[1], False)):
         if (verdict.state == "ok") is not wanted:
             raise IntegrityError(
@@ -189,7 +186,11 @@ def run_case(case: Case, box: Box) -> Verdict:
         IntegrityError: if the tests themselves cannot be run.
         PrerequisiteError: if boxes cannot be started.
     """
-    verdict = _run(case, box)
+    return _again(case, _run(case, box), box)
+
+
+def _again(case: Case, verdict: Verdict, box: Box) -> Verdict:
+    """The verdict, or that of another try for a timeout: nothing of ours runs beside it now."""
     return _run(case, box) if verdict.state == "timeout" else verdict
 
 
