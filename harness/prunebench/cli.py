@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a check that fails, and why that is right",
     )
     check.add_argument("--markdown", action="store_true", help="print the method's card, to paste into a pull request")
-    check.add_argument("--cards", type=Path, metavar="FOLDER", help="write the card of each method there, and an index")
+    check.add_argument(
+        "--cards", type=Path, metavar="FOLDER", help="write the card of each method there, and of several an index"
+    )
 
     new = verb("new-method", "write a commented method that passes the checks, to start from")
     new.add_argument("name", metavar="NAME", help="small letters, digits and hyphens")
@@ -548,7 +550,8 @@ def _check(options: argparse.Namespace) -> Result:
     if options.cards is not None:
         for name, text in cards.items():
             write_atomically(options.cards / f"{name}.md", text.encode())
-        write_atomically(options.cards / "README.md", index(found).encode())
+        if len(found) > 1:  # one method's card is no index
+            write_atomically(options.cards / "README.md", index(found).encode())
     reports = [report for _, report in found]
     data = [report.to_json() for report in reports]
     texts = cards.values() if options.markdown else [report.to_text() for report in reports]
