@@ -290,6 +290,10 @@ class Method(ABC):
     reference: ClassVar[str] = ""
     visits: ClassVar[bool] = False
     """Whether `replace` reads routed tokens by `LayerView.accumulate`."""
+    nested: ClassVar[bool] = False
+    """A claim, which is checked: a larger budget prunes the same experts and more."""
+    independent_layers: ClassVar[bool] = False
+    """A claim, which is checked: what a layer loses does not depend on other layers."""
     schedule: ClassVar[Literal["one_shot", "layerwise", "sequential"]] = "one_shot"
     """When `select` is asked. `one_shot`: once, for all layers, with the statistics of one pass over the intact model.
     `layerwise`: of one layer after the other (`layers` has one entry), while the whole text stands before it, so that

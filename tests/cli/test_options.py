@@ -56,6 +56,8 @@ OPTIONS = {
     },
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
+    "check": {"--cards", "--expect", "--json", "--markdown", "--only", "--param", "FILE"},
+    "new-method": {"--folder", "--json", "NAME"},
     "check-env": {"--json"},
 }
 
