@@ -21,7 +21,7 @@ from torch import Tensor
 from prunebench.calibration import LayerVisit, Statistic, by_pass
 from prunebench.errors import UsageError
 from prunebench.fit import Fitted
-from prunebench.mask import Budget, LayerShape, Mask
+from prunebench.mask import Budget, LayerShape, Mask, survivors_of
 from prunebench.moe import MoELayer, TokenBatch
 from prunebench.replacement import Fill, GatedWeights
 from prunebench.routing import Convention
@@ -155,7 +155,7 @@ class LayerView:
 
     def survivors(self, pruned: Sequence[int]) -> tuple[int, ...]:
         """Ids of the experts that are not pruned, increasing."""
-        return tuple(expert for expert in range(self.experts) if expert not in set(pruned))
+        return survivors_of(pruned, self.experts)
 
     @property
     def router_rows_ED(self) -> Tensor:
