@@ -60,6 +60,8 @@ OPTIONS = {
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
     "recompute": {"--json", "RUN"},
+    "check": {"--cards", "--expect", "--json", "--markdown", "--only", "--param", "FILE"},
+    "new-method": {"--folder", "--json", "NAME"},
     "check-env": {"--json"},
 }
 
