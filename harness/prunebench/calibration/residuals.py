@@ -20,7 +20,6 @@ T tokens, K slots per token, E experts, D width.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -121,9 +120,9 @@ class _Damage(Statistic):
         """Whether the quantities have a meaning for the layer as it runs."""
         return batch.is_mixture
 
-    @abstractmethod
     def of_slots(self, batch: TokenBatch) -> tuple[Tensor, ...]:
         """The quantities, in their order ([T, K] each)."""
+        raise NotImplementedError
 
     def update(self, batch: TokenBatch) -> None:
         if not self.defined(batch):
