@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prunebench.analysis.answers import UNPARSED as UNPARSED
-    from prunebench.analysis.answers import numeric_answer as numeric_answer
+    from prunebench.analysis.deciding import UNPARSED as UNPARSED
+    from prunebench.analysis.deciding import numeric_answer as numeric_answer
     from prunebench.calibration import CalibrationSpec as CalibrationSpec
     from prunebench.calibration import Count as Count
     from prunebench.calibration import Deletion as Deletion
@@ -211,7 +211,7 @@ _MODULE_OF = {
     "Tilt": "replacement",
     "TokenBatch": "moe",
     "TrueFisher": "calibration",
-    "UNPARSED": "analysis.answers",
+    "UNPARSED": "analysis.deciding",
     "UsageError": "errors",
     "Verdict": "sandbox",
     "Zero": "replacement",
@@ -240,7 +240,7 @@ _MODULE_OF = {
     "load_suite": "loader",
     "names_function": "evaluate.extract",
     "nearest_survivors": "fit",
-    "numeric_answer": "analysis.answers",
+    "numeric_answer": "analysis.deciding",
     "parameter_distances": "fit",
     "pass_at_k": "evaluate.code",
     "plain_svd": "fit",

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import tabulate
 
-from prunebench.analysis.answers import (
+from prunebench.analysis.deciding import (
     UNPARSED,
     flexible_answer,
     lm_eval_exact_match,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prunebench.analysis.answers import is_tie, predicted, rounded
+from prunebench.analysis.deciding import is_tie, predicted, rounded
 from prunebench.evaluate.engine import Evaluation, Score
 from prunebench.evaluate.sources import TaskSuite
 from prunebench.evaluate.tasks import Answer, common_detail

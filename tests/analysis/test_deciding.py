@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from prunebench.analysis.answers import (
+from prunebench.analysis.deciding import (
     flexible_answer,
     is_tie,
     lm_eval_exact_match,
