@@ -1,4 +1,4 @@
-"""The command line: `prunebench list | inspect | run | grid | compare | board | pack | check | new-method | check-env`.
+"""The command line: `prunebench VERB`; `prunebench --help` lists the verbs.
 
 Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
 codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
@@ -83,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
     pack.add_argument("--unpack", action="store_true", help="the reverse, of a folder or of one run to be copied alone")
 
+    recompute = verb("recompute", "decide every item of a run again from what it stores, without a model; must agree")
+    recompute.add_argument("run", type=Path, metavar="RUN", help="run folder")
     check = verb("check", "whether a method keeps the rules, on tiny random models (docs/add-a-method.md)")
     check.add_argument("methods", nargs="+", metavar="FILE", help="method by path or name")
     check.add_argument("--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the method")
@@ -183,6 +185,15 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run generated programs without the sandbox; recorded, and never on the board",
     )
+    parser.add_argument(
+        "--sampling",
+        metavar="NAME=VALUE,…",
+        help="draw generations: temperature=0.7,top_p=0.95,top_k=20,n=16,seed=0, any of them (default: greedy)",
+    )
+    parser.add_argument(
+        "--truncate", action="store_true", help="cut prompts that do not fit; counted (default: an error)"
+    )
+    parser.add_argument("--chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
 
 
@@ -206,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "compare": _compare,
         "board": _board,
         "pack": _pack,
+        "recompute": _recompute,
         "check": _check,
         "new-method": _new_method,
         "check-env": _check_env,
@@ -233,7 +245,10 @@ def _write(*texts: str) -> None:
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local")
+    names = (
+        *("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local"),
+        *("sampling", "truncate", "chat_template"),
+    )
     return {name: getattr(options, name) for name in names}
 
 
@@ -422,6 +437,8 @@ def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
     state = "already there" if reused else f"{record['volatile']['seconds']:.1f} s"
     megabytes = record["storage"]["total"] / 1e6
     summary = f"{len(checks)} integrity checks passed, {megabytes:.2f} MB stored, {record['status']}, {state}"
+    for suite, counts in record.get("evaluation", {}).get("items", {}).items():
+        summary += f"\n{suite}: " + ", ".join(f"{count} {what}" for what, count in counts.items())
     if "sandbox" in record["volatile"]:
         summary += f"\nprograms ran in: {record['volatile']['sandbox']}"
     return f"{table}\n{summary}\n{folder}"
@@ -529,6 +546,16 @@ def _pack(options: argparse.Namespace) -> Result:
     sizes = " to ".join(f"{size / 1e6:.2f}" for size in (result.bytes_before, result.bytes_after))
     text = f"{result.changed} runs {word}, {result.kept} already, {result.tables} tables of questions; {sizes} MB"
     return 0, result.to_json(), text
+
+
+def _recompute(options: argparse.Namespace) -> Result:
+    from prunebench.analysis.recompute import recompute
+    from prunebench.record import read_run
+    from prunebench.run.stored import stored_documents
+
+    run = read_run(options.run)
+    report = recompute(run, stored_documents(run))
+    return 0 if report.agrees else 1, report.to_json(), report.to_text()
 
 
 def _check(options: argparse.Namespace) -> Result:

@@ -16,6 +16,9 @@ MACHINE = {
     "--experts-implementation",
     "--batch-tokens",
     "--unsafe-local",
+    "--sampling",
+    "--truncate",
+    "--chat-template",
     "--dry-run",
 }
 
@@ -56,6 +59,7 @@ OPTIONS = {
     },
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
+    "recompute": {"--json", "RUN"},
     "check": {"--cards", "--expect", "--json", "--markdown", "--only", "--param", "FILE"},
     "new-method": {"--folder", "--json", "NAME"},
     "check-env": {"--json"},

@@ -78,6 +78,8 @@ def load_runs(records: Path) -> tuple[list[Run], tuple[LeftOut, ...]]:
             left_out.append(LeftOut(path, f"partial: made with a limit of {run.record['identity']['limit']} items"))
         elif run.record["identity"].get("executor") == UNSAFE_LOCAL:
             left_out.append(LeftOut(path, "its programs ran without a sandbox (--unsafe-local)"))
+        elif run.invalid:
+            left_out.append(LeftOut(path, f"{run.invalid} questions answered with NaN or infinite logits"))
         elif identifier in found:
             left_out.append(LeftOut(path, f"the same run as {found[identifier].path.relative_to(records)}"))
         else:

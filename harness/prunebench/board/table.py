@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prunebench.analysis import PERCENT, Contrast, compare, headline_cells, is_loss, rerouting_summary
+from prunebench.analysis import PERCENT, Contrast, compare, headline_cells, lower_is_better, rerouting_summary
 from prunebench.board.naming import IDENTIFYING, Cell, Column, identifying_cells
 from prunebench.errors import PruneBenchError
 from prunebench.mask import canonical_json
@@ -121,7 +121,7 @@ def _suites(runs: Sequence[Run]) -> list[_Suite]:
                 content,
                 suite + several,
                 percent=metrics <= PERCENT,
-                loss=all(map(is_loss, metrics)),
+                loss=all(map(lower_is_better, metrics)),
                 n=counts.pop() if len(counts) == 1 else None,
             )
         )
