@@ -21,6 +21,7 @@ MACHINE = {
 
 SELECTION = {"--model", "--method", "--param", "--ratio", "--keep", "--scope", "--protect", "--spare"}
 CALIBRATION = {"--text", "--blocks", "--length", "--draw", "--seed"}
+STUDY = {"--model", "--criteria", "--device", "--dtype", "--batch-tokens"}
 
 OPTIONS = {
     "list": {"--json"},
@@ -49,6 +50,12 @@ OPTIONS = {
     "mask overlap": {"--json", "MASK"},
     "mask diff": {"--json", "A", "B"},
     "mask validate": {"--json", "MASK", "--model"},
+    "mask validity": {
+        *("--json", "--retest-draw", "--held-out", "--held-out-draw", "--held-out-blocks", "--experts", "--layers"),
+        *("--operator", "--operator-param", "--scale", "--resamples", "--out"),
+    }
+    | STUDY
+    | CALIBRATION,
     "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
     "compare": {
         *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
