@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from prunebench.errors import UsageError
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from prunebench.analysis.validity import Correlation
     from prunebench.run.arm import PreparedArm
+    from prunebench.run.stability import Spread
     from prunebench.run.validity import ScoreValidity
 
 __all__ = ["STUDIES", "Result", "add_calibration", "add_machine", "add_studies"]
@@ -54,9 +57,47 @@ def _add_criteria(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_amount(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ratio", help="share of each layer's experts to prune, such as 0.5")
+    parser.add_argument("--keep", type=int, help="experts to keep in each layer, instead of --ratio")
+    parser.add_argument(
+        "--scope",
+        default="layer",
+        choices=["layer", "group", "global"],
+        help="what the budget counts over: each layer (default), each router group, or the whole model",
+    )
+
+
+def _add_out(parser: argparse.ArgumentParser, what: str) -> None:
+    help_text = f"folder where {what} are kept (default %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("results"), help=help_text)
+
+
 def add_studies(verb: _Verb) -> None:
     """The verbs, made by `verb`."""
     _add_validity(verb("validity", "whether scores order experts by what deleting each does to the model's answers"))
+    agreement = verb("agreement", "how far masks agree by the amount of calibration text, from disjoint shards of it")
+    _add_criteria(agreement)
+    _add_amount(agreement)
+    add_calibration(agreement)
+    agreement.add_argument("--shards", type=int, default=16, help="equal parts of the draw (default %(default)s)")
+    agreement.add_argument(
+        "--orderings", type=int, default=20, help="random orders in which shards are added (default %(default)s)"
+    )
+    _add_out(agreement, "passes over shards")
+    add_machine(agreement)
+    drift = verb("drift", "how far masks move with the calibration text's domain, against other draws of one domain")
+    _add_criteria(drift)
+    _add_amount(drift)
+    drift.add_argument("--texts", nargs="+", required=True, metavar="TEXT", help="two or more, written as --text is")
+    drift.add_argument(
+        "--blocks", type=int, default=256, help="blocks of every draw of every text (default %(default)s)"
+    )
+    drift.add_argument("--length", type=int, default=128, help="tokens per block (default %(default)s)")
+    drift.add_argument("--draws", nargs="+", default=["A", "B", "C"], metavar="DRAW", help="of each (default: A B C)")
+    drift.add_argument("--seed", type=int, default=0, help="seed of random selections (default %(default)s)")
+    _add_out(drift, "passes")
+    add_machine(drift)
 
 
 def _add_validity(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +117,7 @@ def _add_validity(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scale", help="gate scale where slots are refilled (default: the operator's own)")
     parser.add_argument("--resamples", type=int, default=2000, help="of the bootstrap (default %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results"), help="where passes and finished deletions are kept (%(default)s)"
-    )
+    _add_out(parser, "passes and finished deletions")
     add_machine(parser)
 
 
@@ -102,7 +141,10 @@ def _arm(options: argparse.Namespace, **more: Any) -> PreparedArm:
     from prunebench.run import ArmSpec
     from prunebench.run.arm import prepare
 
-    names = ("model", "text", "blocks", "length", "draw", "seed", "device", "dtype", "batch_tokens")
+    names = (
+        *("model", "ratio", "keep", "scope", "text", "blocks", "length", "draw", "seed"),
+        *("device", "dtype", "batch_tokens"),
+    )
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return prepare(ArmSpec(**{**given, "operator": "reroute", "suites": ("perplexity",), **more}))
 
@@ -206,4 +248,110 @@ def _rho(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-STUDIES: Final[Mapping[str, Callable[[argparse.Namespace, Step], Result]]] = {"validity": _validity}
+def _agreement(options: argparse.Namespace, step: Step) -> Result:
+    from tabulate import tabulate
+
+    from prunebench.moe import quiet_libraries
+    from prunebench.run import Session
+    from prunebench.run.stability import shard_agreement
+
+    quiet_libraries()
+    criteria = {name: _arm(options, **given) for name, given in _named(options.criteria).items()}
+    found = shard_agreement(
+        Session(options.out, progress=step),
+        criteria,
+        shards=options.shards,
+        orderings=options.orderings,
+        seed=options.seed,
+    )
+    rows = [
+        [name, one.shards, one.tokens, *_cells(one.with_all), *_cells(one.between)]
+        for name, sizes in found.items()
+        for one in sizes
+    ]
+    headers = [
+        *("criterion", "shards", "tokens", "pruned, with all", "kept, with all"),
+        *("pruned, disjoint", "kept, disjoint"),
+    ]
+    text = [
+        tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True),
+        "share (%) of the mask's pruned or kept experts that the other has too, over all layers: with the mask of all",
+        f"shards, and with one of as many other shards; mean of {options.orderings} orderings [middle 95 % of them]",
+    ]
+    data = {
+        "model": options.model,
+        "text": options.text,
+        "draw": options.draw,
+        "shards": options.shards,
+        "orderings": options.orderings,
+        "agreement": {name: [one.to_json() for one in sizes] for name, sizes in found.items()},
+    }
+    return 0, data, "\n".join(text)
+
+
+def _cells(found: Mapping[str, Spread] | None) -> list[str]:
+    """Pruned and kept, in percent."""
+    if found is None:
+        return ["", ""]
+    return [
+        f"{100 * one.mean:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]" for one in (found["pruned"], found["kept"])
+    ]
+
+
+def _drift(options: argparse.Namespace, step: Step) -> Result:
+    from tabulate import tabulate
+
+    from prunebench.moe import quiet_libraries
+    from prunebench.run import Session
+    from prunebench.run.stability import text_drift
+
+    quiet_libraries()
+    for what, given in (("text", options.texts), ("draw", options.draws)):
+        if len(given) < 2:
+            raise UsageError(f"one {what} drifts from nothing", expected=f"two or more {what}s")
+        if len(set(given)) < len(given):
+            raise UsageError(f"a {what} is named twice", expected="each once")
+    criteria = {
+        name: {text: [_arm(options, **given, text=text, draw=draw) for draw in options.draws] for text in options.texts}
+        for name, given in _named(options.criteria).items()
+    }
+    found = text_drift(Session(options.out, progress=step), criteria)
+    rows = [
+        [
+            *(
+                name,
+                " → ".join(one.texts),
+                *(_range(getattr(one.drifts, key)) for key in ("first", "second", "across")),
+            ),
+            "–" if one.drifts.times is None else f"{float(one.drifts.times):.1f}",
+            "{} of {}".format(*one.splits),
+        ]
+        for name, pairs in found.items()
+        for one in pairs
+    ]
+    headers = ["criterion", "texts", "draws of the first", "of the second", "across", "÷ first", "splits as far apart"]
+    tokens = next(iter(found.values()))[0].tokens
+    text = [
+        tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True),
+        f"share (%) of pruned experts that differ, mean (range) over pairs of draws; every draw has {tokens:,} tokens",
+    ]
+    data = {
+        "model": options.model,
+        "draws": options.draws,
+        "drift": {name: [one.to_json() for one in pairs] for name, pairs in found.items()},
+    }
+    return 0, data, "\n".join(text)
+
+
+def _range(shares: Sequence[Fraction]) -> str:
+    from prunebench.analysis.drift import mean_share
+
+    mean, low, high = (f"{100 * float(share):.1f}" for share in (mean_share(shares), min(shares), max(shares)))
+    return f"{mean} ({low} to {high})"
+
+
+STUDIES: Final[Mapping[str, Callable[[argparse.Namespace, Step], Result]]] = {
+    "validity": _validity,
+    "agreement": _agreement,
+    "drift": _drift,
+}

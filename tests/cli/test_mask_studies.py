@@ -1,4 +1,4 @@
-"""`prunebench mask validity`: from the command line to numbers, and one line for what is wrong."""
+"""`prunebench mask validity | agreement | drift`: from the command line to numbers, and one line for what is wrong."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from prunebench import cli
 
 SMALL = ("--model", "tiny-granite", "--length", "32")
+AGREEMENT = (*SMALL, "--blocks", "8", "--ratio", "0.5", "--shards", "4")
+DRIFT = (*SMALL, "--blocks", "8", "--ratio", "0.5")
 VALIDITY = (*SMALL, "--blocks", "8", "--held-out-blocks", "2", "--experts", "4", "--resamples", "50")
 
 
@@ -61,6 +63,65 @@ def test_validity_prints_what_it_measured(capsys, tmp_path):
 )
 def test_what_is_wrong_with_validity_is_one_line(capsys, tmp_path, arguments, says):
     code, out, err = asked(capsys, "validity", *VALIDITY, "--out", tmp_path, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_agreement_prints_both_sets_by_size(capsys, tmp_path):
+    arguments = ("agreement", *AGREEMENT, "--criteria", "reap", "--out", tmp_path)
+    code, text, _ = asked(capsys, *arguments, "--json")
+    assert code == 0
+    sizes = json.loads(text)["agreement"]["reap"]
+    assert [one["shards"] for one in sizes] == [1, 2, 4]
+    assert [one["tokens"] for one in sizes] == [64, 128, 256]
+    assert sizes[2]["with_all"] is sizes[2]["between"] is None
+    # Half of the experts go, so both sets are of one size.
+    assert sizes[0]["with_all"]["pruned"] == sizes[0]["with_all"]["kept"]
+    code, text, _ = asked(capsys, *arguments)
+    assert code == 0
+    assert f"{100 * sizes[0]['between']['pruned']['mean']:.1f} [" in text
+    assert "pruned, disjoint" in text
+    assert "kept, disjoint" in text
+
+
+def test_drift_prints_domains_against_draws(capsys, tmp_path):
+    texts = ("--texts", "world:general", "world:arithmetic")
+    code, text, _ = asked(capsys, "drift", *DRIFT, *texts, "--criteria", "mone", "--out", tmp_path, "--json")
+    assert code == 0
+    [pair] = json.loads(text)["drift"]["mone"]
+    assert pair["texts"] == ["world:general", "world:arithmetic"]
+    assert pair["tokens"] == 256
+    assert [len(pair[name]) for name in ("first", "second", "across")] == [3, 3, 9]
+    code, text, _ = asked(capsys, "drift", *DRIFT, *texts, "--criteria", "mone", "--out", tmp_path)
+    assert code == 0
+    assert "world:general → world:arithmetic" in text
+    assert f"{pair['splits_as_far'][0]} of 10" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("agreement", *AGREEMENT, "--criteria", "mone-variants(score=released)"), "released_moments of two streams"),
+        (("agreement", *AGREEMENT, "--criteria", "residual-products"), "it measures the whole text layer by layer"),
+        (("agreement", *AGREEMENT, "--criteria", "aimer"), "aimer cannot be added up from shards: it reads no"),
+        (("agreement", *AGREEMENT, "--criteria", "reap", "--shards", "3"), "3 shards of 8 blocks"),
+        (("agreement", *AGREEMENT, "--criteria", "reap", "--shards", "1"), "1 shards of 8 blocks"),
+        (("agreement", *AGREEMENT, "--criteria", "reap", "--orderings", "0"), "0 orderings"),
+        (("agreement", *SMALL, "--criteria", "reap"), "nothing says how many experts go"),
+        (("drift", *DRIFT, "--criteria", "reap", "--texts", "world:general"), "one text drifts from nothing"),
+        (("drift", *DRIFT, "--criteria", "reap", "--texts", *["world:general"] * 2), "a text is named twice"),
+        (
+            ("drift", *DRIFT, "--criteria", "reap", "--texts", "world:general", "world:code", "--draws", "A"),
+            "one draw drifts from nothing",
+        ),
+        (("drift", *DRIFT, "--criteria", "random", "--texts", "world:general", "world:code"), "random reads no"),
+        (("drift", *DRIFT, "--criteria", "reap", "--texts", "world:general", "x"), "unknown calibration text 'x'"),
+        (("drift", *DRIFT, "--criteria", "reap"), "--texts"),
+    ],
+)
+def test_what_is_wrong_with_the_others_is_one_line(capsys, tmp_path, arguments, says):
+    code, out, err = asked(capsys, *arguments, "--out", tmp_path)
     assert (code, out) == (2, "")
     assert says in err
     assert err.count("\n") == 1
