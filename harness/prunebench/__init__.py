@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from prunebench.calibration import ResidualSums as ResidualSums
     from prunebench.calibration import ScoreSum as ScoreSum
     from prunebench.calibration import ScoreTotal as ScoreTotal
+    from prunebench.calibration import SlopeProducts as SlopeProducts
     from prunebench.calibration import Statistic as Statistic
     from prunebench.calibration import SuperExperts as SuperExperts
     from prunebench.calibration import TrueFisher as TrueFisher
@@ -201,6 +202,7 @@ _MODULE_OF = {
     "ScoreTotal": "calibration",
     "SmallExpert": "replacement",
     "Spread": "fit",
+    "SlopeProducts": "calibration",
     "Statistic": "calibration",
     "Subset": "fit",
     "SubsetErrors": "fit",

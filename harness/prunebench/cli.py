@@ -19,11 +19,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, NoReturn, Self
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
-from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
+from prunebench.mask_cli import add_mask_verbs, add_selection, run_mask_verb
+from prunebench.mask_studies import Result, add_calibration
 
 __all__ = ["main"]
 
@@ -286,8 +287,6 @@ class _Progress:
 
 
 # --- verbs: each returns its exit code, its result as JSON data, and as text
-
-Result: TypeAlias = tuple[int, object, str]
 
 
 def _list(_options: argparse.Namespace) -> Result:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from prunebench.errors import UsageError
 from prunebench.mask import Mask
+from prunebench.mask_studies import STUDIES, Result, add_calibration, add_machine, add_studies
 
-__all__ = ["add_calibration", "add_mask_verbs", "add_selection", "run_mask_verb"]
-
-Result: TypeAlias = tuple[int, object, str]
+__all__ = ["add_mask_verbs", "add_selection", "run_mask_verb"]
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +39,6 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare", metavar="EXPERTS", help="the same with nobody going in their place: a smaller mask")
 
 
-def add_calibration(parser: argparse.ArgumentParser) -> None:
-    """Options that say on which text."""
-    text = "calibration: world:DOMAIN, file:PATH, hub:ID@REV:FIELD"
-    parser.add_argument("--text", default="world:general", help=text)
-    parser.add_argument("--blocks", type=int, default=256, help="calibration blocks (default %(default)s)")
-    parser.add_argument("--length", type=int, default=128, help="tokens per block (default %(default)s)")
-    parser.add_argument("--draw", default="A", help="slice of the calibration text: A, B or C")
-    parser.add_argument("--seed", type=int, default=0, help="seed of random selections (default %(default)s)")
-
-
 def add_mask_verbs(parser: argparse.ArgumentParser) -> None:
     """The verbs below `prunebench mask`."""
     verbs = parser.add_subparsers(dest="mask_verb", required=True, metavar="MASK_VERB", parser_class=type(parser))
@@ -63,9 +52,7 @@ def add_mask_verbs(parser: argparse.ArgumentParser) -> None:
     add_selection(compute)
     add_calibration(compute)
     compute.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the mask goes")
-    compute.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
-    compute.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default %(default)s)")
-    compute.add_argument("--batch-tokens", type=int, default=8192, help="tokens per forward (default %(default)s)")
+    add_machine(compute)
     what = "mask file, or folder of a run whose mask is meant"
     show = verb("show", "a map of the experts that each layer keeps; of several masks, how many keep each")
     show.add_argument("masks", nargs="+", metavar="MASK", help=what)
@@ -77,6 +64,7 @@ def add_mask_verbs(parser: argparse.ArgumentParser) -> None:
     validate = verb("validate", "whether a mask is whole, and fits a model")
     validate.add_argument("masks", nargs="+", metavar="MASK", help=what)
     validate.add_argument("--model", help="zoo name, folder or hub id that it has to fit")
+    add_studies(verb)
 
 
 def run_mask_verb(options: argparse.Namespace, step: Callable[[str, int, int], None]) -> Result:
@@ -88,6 +76,8 @@ def run_mask_verb(options: argparse.Namespace, step: Callable[[str, int, int], N
     """
     if options.mask_verb == "compute":
         return _compute(options, step)
+    if options.mask_verb in STUDIES:
+        return STUDIES[options.mask_verb](options, step)
     return _VERBS[options.mask_verb](options)
 
 

@@ -10,6 +10,8 @@ import copy
 import dataclasses
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
@@ -26,7 +28,16 @@ from prunebench.moe import MoELayer, TokenBatch
 from prunebench.replacement import Fill, GatedWeights
 from prunebench.routing import Convention
 
-__all__ = ["ExpertRows", "LayerView", "Method", "Replacements", "Routing", "Statistics", "prune_lowest"]
+__all__ = [
+    "ExpertRows",
+    "LayerView",
+    "Method",
+    "Replacements",
+    "Routing",
+    "Statistics",
+    "collected_scores",
+    "prune_lowest",
+]
 
 Float64 = npt.NDArray[np.float64]
 
@@ -39,6 +50,23 @@ class _Additive(Protocol):
 
 
 _Sum = TypeVar("_Sum", bound=_Additive)
+
+_COLLECTED: ContextVar[dict[int, Float64] | None] = ContextVar("_COLLECTED", default=None)
+
+
+@contextmanager
+def collected_scores() -> Iterator[dict[int, Float64]]:
+    """While entered, what `prune_lowest` ranks by is put here: layer index -> [E] scores, high is kept.
+
+    So the scores of a criterion can be read without a second interface for them: they are those that its masks are made
+    of. A method that ranks by nothing leaves it empty.
+    """
+    found: dict[int, Float64] = {}
+    token = _COLLECTED.set(found)
+    try:
+        yield found
+    finally:
+        _COLLECTED.reset(token)
 
 
 class Statistics(Mapping[str, Any]):
@@ -373,6 +401,8 @@ def prune_lowest(
         UsageError: a score that is not E finite numbers, statistics of no tokens, or an impossible budget.
     """
     scores = {layer.index: _checked_scores(layer, score, name) for layer in layers}
+    if (collected := _COLLECTED.get()) is not None:
+        collected.update(scores)
     shapes = [layer.shape for layer in layers]
     if budget.scope == "global":
         pruned = _lowest_of_all(shapes, scores, budget)

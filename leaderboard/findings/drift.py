@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import combinations, product
-from math import comb
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from leaderboard.findings.evidence import DRAWS, GENERAL, IN_DOMAIN, RATIOS, Chosen, Draw, Evidence, NotMeasurableError
 from leaderboard.findings.text import Grid, Section, Summary, Table, claims, grid_table, percent, prose, tallies
 from leaderboard.findings.verdicts import Cell, Verdict, attempt
 
-from prunebench.analysis.agreement import agreement
+from prunebench.analysis import drift
+from prunebench.analysis.drift import mean_share, splits_as_far
 from prunebench.errors import UsageError
 from prunebench.mask import Mask
 
-__all__ = ["Drifts", "mask_drift", "share_differing"]
+__all__ = ["Drifts", "mask_drift", "share_differing", "splits_as_far"]
 
 _BY_LAYER: Final = "0.5"
 _COLUMNS: Final = {
@@ -44,67 +43,31 @@ def share_differing(one: Mask, other: Mask, layer: int | None = None) -> Fractio
         NotMeasurableError: for masks of different models or different counts, or that prune nothing there.
     """
     try:
-        return 1 - agreement(one, other, layer)
+        return drift.share_differing(one, other, layer)
     except UsageError as error:
         raise NotMeasurableError(error.what) from error
 
 
 @dataclass(frozen=True)
-class Drifts:
-    """Shares that differ between the masks of two groups of draws.
-
-    Args:
-        first: between two draws of the first group, all pairs.
-        second: between two draws of the second.
-        across: between a draw of each.
-    """
-
-    first: tuple[Fraction, ...]
-    second: tuple[Fraction, ...]
-    across: tuple[Fraction, ...]
+class Drifts(drift.Drifts):
+    """Shares that differ between the masks of two groups of draws, and what they say of the claim."""
 
     @classmethod
-    def of(cls, first: Sequence[Mask], second: Sequence[Mask], layer: int | None = None) -> Drifts:
-        """All pairs of masks within and across two groups."""
-        return cls(
-            tuple(share_differing(*pair, layer) for pair in combinations(first, 2)),
-            tuple(share_differing(*pair, layer) for pair in combinations(second, 2)),
-            tuple(share_differing(*pair, layer) for pair in product(first, second)),
-        )
+    def of(cls, first: Sequence[Mask], second: Sequence[Mask], layer: int | None = None) -> Self:
+        """All pairs of masks within and across two groups.
 
-    @property
-    def excess(self) -> Fraction:
-        """Mean across minus mean within."""
-        return _mean(self.across) - _mean(self.first + self.second)
+        Raises:
+            NotMeasurableError: as `share_differing`.
+        """
+        try:
+            return super().of(first, second, layer)
+        except UsageError as error:
+            raise NotMeasurableError(error.what) from error
 
     @property
     def verdict(self) -> Verdict:
         """Whether every pair across differs more than every pair within."""
-        within = self.first + self.second
-        if min(self.across) > max(within):
-            return Verdict.SEEN
-        return Verdict.REVERSED if max(self.across) < min(within) else Verdict.OPEN
-
-
-def _mean(shares: Sequence[Fraction]) -> Fraction:
-    return sum(shares, Fraction(0)) / len(shares)
-
-
-def splits_as_far(first: Sequence[Mask], second: Sequence[Mask]) -> tuple[int, int]:
-    """How many splits of the draws into groups of these sizes have at least this excess, and how many splits there are.
-
-    Their ratio is the p of an exact permutation test of "the draws are exchangeable", one-sided.
-    """
-    masks = [*first, *second]
-    observed = Drifts.of(first, second).excess
-    groups = [set(chosen) for chosen in combinations(range(len(masks)), len(first))]
-    excesses = [
-        Drifts.of([masks[i] for i in group], [masks[i] for i in range(len(masks)) if i not in group]).excess
-        for group in groups
-    ]
-    # With groups of one size every split is met twice, once with the groups' names exchanged.
-    repeats = 2 if len(first) == len(second) else 1
-    return sum(excess >= observed for excess in excesses) // repeats, comb(len(masks), len(first)) // repeats
+        return {1: Verdict.SEEN, 0: Verdict.OPEN, -1: Verdict.REVERSED}[self.apart]
 
 
 def mask_drift(evidence: Evidence) -> Section:
@@ -169,8 +132,8 @@ def _cell(evidence: Evidence, model: str, ratio: str, column: str) -> Cell:
     arithmetic = _masks(evidence, model, ratio, IN_DOMAIN)
     drifts = Drifts.of(general, arithmetic)
     if column == "ratio":
-        usual = _mean(drifts.first)
-        return Cell(f"{float(_mean(drifts.across) / usual):.1f} ×" if usual else "no drift between general draws")
+        times = drifts.times
+        return Cell("no drift between general draws" if times is None else f"{float(times):.1f} ×")
     if column == "splits":
         return Cell("{} of {}".format(*splits_as_far(general, arithmetic)))
     if column == "verdict":
@@ -179,7 +142,7 @@ def _cell(evidence: Evidence, model: str, ratio: str, column: str) -> Cell:
 
 
 def _range(shares: Sequence[Fraction]) -> str:
-    mean, low, high = (f"{100 * float(share):.1f}" for share in (_mean(shares), min(shares), max(shares)))
+    mean, low, high = (f"{100 * float(share):.1f}" for share in (mean_share(shares), min(shares), max(shares)))
     return f"{mean} ({low} to {high})"
 
 

@@ -24,6 +24,8 @@ MACHINE = {
 
 SELECTION = {"--model", "--method", "--param", "--ratio", "--keep", "--scope", "--protect", "--spare"}
 CALIBRATION = {"--text", "--blocks", "--length", "--draw", "--seed"}
+STUDY = {"--json", "--model", "--criteria", "--out", "--device", "--dtype", "--batch-tokens"}
+AMOUNT = {"--ratio", "--keep", "--scope"}
 
 OPTIONS = {
     "list": {"--json"},
@@ -52,6 +54,14 @@ OPTIONS = {
     "mask overlap": {"--json", "MASK"},
     "mask diff": {"--json", "A", "B"},
     "mask validate": {"--json", "MASK", "--model"},
+    "mask validity": {
+        *("--retest-draw", "--held-out", "--held-out-draw", "--held-out-blocks", "--experts", "--layers"),
+        *("--operator", "--operator-param", "--scale", "--resamples"),
+    }
+    | STUDY
+    | CALIBRATION,
+    "mask agreement": {"--shards", "--orderings"} | AMOUNT | STUDY | CALIBRATION,
+    "mask drift": {"--texts", "--blocks", "--length", "--draws", "--seed"} | AMOUNT | STUDY,
     "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
     "compare": {
         *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),

@@ -125,6 +125,9 @@ def test_grids_take_from_their_track_what_they_do_not_say(tmp_path):
         (text(ratios=None, keep='["8"]'), "keep holds '8'"),
         (text(ratios=None, keep="[8.0]"), "keep holds 8.0"),
         (text(calibration="{ draws = [1] }"), "draws holds 1"),
+        (text() + "[[grid]]\nprotects = 'super'\n", "unknown key 'protects'; in .*did you mean protect"),
+        (text(scope="3"), "scope is a int"),
+        (text() + "[[grid]]\nspare = ['1:2']\n", "spare is a list; in .*grid 1; expected a str"),
     ],
 )
 def test_every_defect_is_one_line_that_names_the_file(content, says, tmp_path):
@@ -144,6 +147,44 @@ def test_a_grid_may_be_for_some_of_the_models_only(tmp_path):
     ]
     with pytest.raises(UsageError, match=r"o is no model of the track; in .*, grid 1; expected m, n"):
         read(tmp_path, text() + '[[grid]]\nmodels = ["o"]\n')
+
+
+def test_a_grid_may_have_another_scope_and_protect_or_spare_experts(tmp_path):
+    shared = text(models='["m"]', ratios='["0.5"]', masks='["reap"]', operators='["constant"]')
+    shared = shared.replace('draws = ["A", "B"]', 'draws = ["A"]').replace("seed = 3\n", "")
+    grids = '[[grid]]\n[[grid]]\nscope = "global"\n[[grid]]\nprotect = "super"\n'
+    grids += '[[grid]]\nspare = "3:1,3:2"\nscope = "group"\n'
+    arms = read(tmp_path, shared + grids).arms
+    assert [(arm.method, arm.scope, arm.protect, arm.spare) for arm in arms] == [
+        (None, "layer", None, None),
+        ("reap", "layer", None, None),
+        ("reap", "global", None, None),
+        ("reap", "layer", "super", None),
+        ("reap", "group", None, "3:1,3:2"),
+    ]
+    assert [arm.folder.replace("-world_code", "") for arm in arms[1:]] == [
+        "m/reap-ratio0.5-constant-A",
+        "m/reap-ratio0.5-global-constant-A",
+        "m/reap-ratio0.5-protect=super-constant-A",
+        "m/reap-ratio0.5-group-spare=3_1_3_2-constant-A",
+    ]
+    # Of the track too; a grid's own stands in place of its other. The dense model has no budget.
+    track = shared + 'scope = "global"\nprotect = "super"\n'
+    arms = read(tmp_path, track + '[[grid]]\n[[grid]]\nspare = "0:1"\nscope = "layer"\n').arms
+    assert [(arm.scope, arm.protect, arm.spare) for arm in arms] == [
+        ("layer", None, None),
+        ("global", "super", None),
+        ("layer", None, "0:1"),
+    ]
+
+
+def test_a_budget_that_says_nothing_new_is_the_arm_that_it_was(tmp_path):
+    plain = read(tmp_path, text()).arms
+    assert read(tmp_path, text(scope='"layer"')).arms == plain
+    # So it is with the committed records, whose arms say none of it: each is still asked for by the same name.
+    folders = {arm.folder for arm in read_track(resolve_track("tiny")).arms}
+    records = Path(__file__).parents[2] / "leaderboard" / "records" / "tiny"
+    assert {f"{file.parent.parent.name}/{file.parent.name}" for file in records.glob("*/*/record.json")} <= folders
 
 
 def test_parameters_of_criteria_and_operators_are_named_in_parentheses(tmp_path):

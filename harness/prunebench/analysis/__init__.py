@@ -4,8 +4,9 @@
 share. `compare` contrasts two runs, `robustness` does so under several protocols. `declared` reads families of
 contrasts, `arms` finds their runs, `scores` scores them, `contrasts` answers, `multiplicity` corrects, `report` and
 `forest` show. `resolution` says what data can tell apart, `mcnemar` tests flips, `choices` takes answer bias from
-ability, `shares` holds scores against guessing and damage, `agreement` compares selections, `generations` sampled
-texts, and `diagnostics` sums what a run's routers did.
+ability, `shares` holds scores against guessing and damage, `agreement` and `masks` compare selections,
+`drift` groups of them, `validity` scores with damage, `generations` sampled texts, and `diagnostics` sums what a run's
+routers did.
 """
 
 from prunebench.analysis.arms import Found, Selector, Shelf

@@ -5,7 +5,14 @@ other, as often as needed; the gradient pass (`gradient`) the gradients of every
 """
 
 from prunebench.calibration.base import Statistic, by_pass
-from prunebench.calibration.gradient import Fisher, GradientStatistic, TrueFisher, gradient_pass, split_gradient
+from prunebench.calibration.gradient import (
+    Fisher,
+    GradientStatistic,
+    SlopeProducts,
+    TrueFisher,
+    gradient_pass,
+    split_gradient,
+)
 from prunebench.calibration.massive import (
     SuperExperts,
     find_super_experts,
@@ -65,6 +72,7 @@ __all__ = [
     "ScoreResult",
     "ScoreSum",
     "ScoreTotal",
+    "SlopeProducts",
     "Statistic",
     "StreamResult",
     "SuperExperts",

@@ -27,7 +27,7 @@ from prunebench.calibration.text import CalibrationTokens
 from prunebench.errors import UsageError
 from prunebench.moe import MoELayer, MoEModel, TokenBatch, expert_gradients
 
-__all__ = ["Fisher", "GradientStatistic", "TrueFisher", "gradient_pass", "split_gradient"]
+__all__ = ["Fisher", "GradientStatistic", "SlopeProducts", "TrueFisher", "gradient_pass", "split_gradient"]
 
 Labels = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,6 +48,10 @@ class GradientStatistic(Statistic):
     @abstractmethod
     def add(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
         """Add one sequence's gradient of one expert, by parameter name; copy what is to be kept of it."""
+
+    def add_slopes(self, expert: int, token_S: Tensor, slope_S: Tensor) -> None:
+        """Add one sequence's h·g·f of one expert, by row, with each row's token (`moe.gradients.expert_gradients`)."""
+        del expert, token_S, slope_S
 
     def end_sequence(self, tokens: int) -> None:
         """A sequence of so many tokens is done."""
@@ -136,6 +140,65 @@ class TrueFisher(Fisher):
         return self.seed
 
 
+class SlopeProducts(GradientStatistic):
+    """F_ij [E, E]: Σ over the tokens routed to i and j of (h·g_i·f_i)(h·g_j·f_j), averaged over sequences.
+
+    h is the gradient, at the layer's routed output of that token, of the sequence's mean next-token loss. With labels
+    drawn from the model, E[hhᵀ] is the Fisher information there, and Σ_{i,j∈P} F_ij the expected squared change of the
+    loss, token by token and to first order, by which the outputs of P vanish: `ResidualProducts` of deletion with the
+    inner product of the Fisher in the place of the Euclidean one.
+
+    Args:
+        seed: of the drawn labels; None takes the text's (the empirical Fisher).
+
+    Source: 2610.41366 App. E.6 in words; the formula is ours.
+    """
+
+    name: ClassVar[str] = "slope_products"
+
+    def __init__(self, seed: int | None = 0) -> None:
+        super().__init__()
+        if seed is not None and seed < 0:
+            raise UsageError(f"seed {seed} is impossible", where=self.name, expected="0 or more")
+        self.seed = seed
+        self._rows: list[tuple[int, Tensor, Tensor]] = []
+
+    def label_seed(self) -> int | None:
+        """Draws, or takes the text's."""
+        return self.seed
+
+    def start(self, experts: int, width: int, device: torch.device) -> None:
+        """No sequences."""
+        del width
+        self.state = {
+            "sum_EE": torch.zeros(experts, experts, dtype=torch.float64, device=device),
+            "sequences": torch.zeros((), dtype=torch.int64),
+        }
+
+    def add(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
+        """Not of weights."""
+        del expert, gradients
+
+    def add_slopes(self, expert: int, token_S: Tensor, slope_S: Tensor) -> None:
+        """Wait for the sequence's other experts."""
+        self._rows.append((expert, token_S, slope_S.detach().double()))
+
+    def end_sequence(self, tokens: int) -> None:
+        """Add the products of its tokens."""
+        sum_EE = self.state["sum_EE"]
+        slope_TE = sum_EE.new_zeros(tokens, len(sum_EE))
+        for expert, token_S, slope_S in self._rows:
+            slope_TE[token_S, expert] = slope_S
+        self._rows = []
+        self.state["sum_EE"] = sum_EE + slope_TE.T @ slope_TE
+        self.state["sequences"] = self.state["sequences"] + 1
+
+    def value(self) -> Float64:
+        """F_ij."""
+        mean_EE: Float64 = (self.state["sum_EE"] / self.state["sequences"].clamp(min=1)).numpy()
+        return mean_EE
+
+
 def split_gradient(statistics: Sequence[Statistic]) -> tuple[tuple[Statistic, ...], tuple[GradientStatistic, ...]]:
     """Statistics as those of other passes and those of a gradient pass.
 
@@ -203,7 +266,18 @@ def gradient_pass(
             for one in running[layer.index]:
                 one.add(expert, gradients)
 
-        with expert_gradients(moe, see) as backward:
+        def see_slopes(
+            layer: MoELayer,
+            expert: int,
+            token_S: Tensor,
+            slope_S: Tensor,
+            running: Mapping[int, list[GradientStatistic]] = running,
+        ) -> None:
+            for one in running[layer.index]:
+                one.add_slopes(expert, token_S, slope_S)
+
+        sloped = any(type(o).add_slopes is not GradientStatistic.add_slopes for of in running.values() for o in of)
+        with expert_gradients(moe, see, see_slopes if sloped else None) as backward:
             for block in range(blocks):
                 # A copy made here: ids made in inference mode cannot be labels.
                 ids_L = tokens.ids_BL[block].clone().to(moe.input_device)

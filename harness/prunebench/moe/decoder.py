@@ -72,13 +72,7 @@ class DecoderStack:
         Raises:
             IntegrityError: if the forward ended without calling layer `last`.
         """
-        with ExitStack() as undo:
-            for layer, arity in zip(self.layers[:first], self.arities, strict=False):
-                undo.enter_context(_stood_in(layer, arity))
-            if hidden is not None:
-                # Before the hooks of others, which then see the layer's true input.
-                enter = self.layers[first].register_forward_pre_hook(_given(hidden), prepend=True, with_kwargs=True)
-                undo.callback(enter.remove)
+        with self._starting(first, hidden) as undo:
             undo.callback(self.layers[last].register_forward_hook(_leave).remove)
             try:
                 self.model(**batch, use_cache=False)
@@ -89,6 +83,24 @@ class DecoderStack:
             where=type(self.layers[last]).__name__,
             expected="every layer to be called in every forward",
         )
+
+    def logits(self, batch: Batch, first: int, hidden: Tensor | None = None) -> Tensor:
+        """The model's logits, from the hidden states before layer `first`; arguments as for `run`."""
+        with self._starting(first, hidden):
+            logits: Tensor = self.model(**batch, use_cache=False).logits
+        return logits
+
+    @contextmanager
+    def _starting(self, first: int, hidden: Tensor | None) -> Iterator[ExitStack]:
+        """While entered, the model's forward begins at layer `first`, with these hidden states."""
+        with ExitStack() as undo:
+            for layer, arity in zip(self.layers[:first], self.arities, strict=False):
+                undo.enter_context(_stood_in(layer, arity))
+            if hidden is not None:
+                # Before the hooks of others, which then see the layer's true input.
+                enter = self.layers[first].register_forward_pre_hook(_given(hidden), prepend=True, with_kwargs=True)
+                undo.callback(enter.remove)
+            yield undo
 
 
 def _hidden_of(output: Any) -> Tensor:

@@ -28,9 +28,10 @@ from prunebench.errors import IntegrityError, UsageError
 from prunebench.moe.hooks import _LayerHooks
 from prunebench.moe.layer import MoELayer, MoEModel
 
-__all__ = ["SeeGradients", "expert_gradients"]
+__all__ = ["SeeGradients", "SeeSlopes", "expert_gradients"]
 
 SeeGradients = Callable[[MoELayer, int, Mapping[str, Tensor]], None]
+SeeSlopes = Callable[[MoELayer, int, Tensor, Tensor], None]
 
 # How torch says that an operation cannot be differentiated.
 _NO_BACKWARD = re.compile(
@@ -40,7 +41,9 @@ _NO_BACKWARD = re.compile(
 
 
 @contextmanager
-def expert_gradients(moe: MoEModel, see: SeeGradients) -> Iterator[Callable[[Tensor], None]]:
+def expert_gradients(
+    moe: MoEModel, see: SeeGradients, see_slopes: SeeSlopes | None = None
+) -> Iterator[Callable[[Tensor], None]]:
     """While entered, forwards of the model can be differentiated down to its experts; grad mode is on.
 
     Afterwards, also after an error, the model is as it was: its hooks are gone, every `requires_grad` is what it was,
@@ -51,6 +54,10 @@ def expert_gradients(moe: MoEModel, see: SeeGradients) -> Iterator[Callable[[Ten
         see: called in the backward of each forward as `see(layer, expert, gradients)`, once for every expert that some
             token was routed to (every expert at all, where gates multiply the experts' input), with the gradient of
             each of its tensors by parameter name, in the weights' dtype. They are let go of afterwards.
+        see_slopes: called right after it as `see_slopes(layer, expert, token_S, slope_S)`, with h·g·f of each of the
+            expert's rows and the row's token: h is the loss's gradient with respect to the layer's routed output there,
+            g·f what this expert adds to that. So a slope is the loss's change, to first order, by which the expert's
+            part grows.
 
     Yields:
         A function that takes the loss of the latest forward and runs its backward.
@@ -60,13 +67,13 @@ def expert_gradients(moe: MoEModel, see: SeeGradients) -> Iterator[Callable[[Ten
             layer that no gradient reaches.
         IntegrityError: single experts do not add up to what the module answers.
     """
-    _check(moe)
+    _check(moe, slopes=see_slopes is not None)
     with torch.inference_mode(mode=False), torch.enable_grad(), ExitStack() as undo:
         for parameter in moe.model.parameters():
             if parameter.requires_grad:
                 undo.callback(parameter.requires_grad_, requires_grad=True)
                 parameter.requires_grad_(requires_grad=False)
-        layers = [_Differentiated(layer, see) for layer in moe.layers]
+        layers = [_Differentiated(layer, see, see_slopes) for layer in moe.layers]
         for one in layers:
             undo.callback(one.layer.experts.register_forward_pre_hook(one.before).remove)
             undo.callback(one.layer.experts.register_forward_hook(one.after).remove)
@@ -98,7 +105,7 @@ def _refused(moe: MoEModel, why: str, *, where: str) -> UsageError:
     )
 
 
-def _check(moe: MoEModel) -> None:
+def _check(moe: MoEModel, *, slopes: bool) -> None:
     """Refuse what could give wrong gradients, before anything is touched."""
     for name, parameter in moe.model.named_parameters():
         if parameter.is_inference():
@@ -110,6 +117,13 @@ def _check(moe: MoEModel) -> None:
         if parameter.is_meta:
             raise UsageError("a weight is not in memory", where=name, expected="a model that fits on its devices")
     for layer in moe.layers:
+        if slopes and layer.layout.takes == "all":
+            raise UsageError(
+                "the layer has no gate at an expert's output",
+                where=layer.name,
+                expected="a router whose gates multiply outputs",
+                fix="use statistics of gradients of weights, such as Fisher",
+            )
         for tensor in (getattr(layer.experts, name) for name in layer.layout.tensors):
             if tensor.dtype == torch.float16:
                 raise UsageError(
@@ -128,10 +142,11 @@ class _Differentiated:
     Args:
         layer: the layer.
         see: shown each expert's gradients.
+        see_slopes: shown each expert's slopes, by row.
     """
 
-    def __init__(self, layer: MoELayer, see: SeeGradients) -> None:
-        self.layer, self.see = layer, see
+    def __init__(self, layer: MoELayer, see: SeeGradients, see_slopes: SeeSlopes | None = None) -> None:
+        self.layer, self.see, self.see_slopes = layer, see, see_slopes
         self.reached = False
         self._proven = False
         self._single = _single(layer)
@@ -193,6 +208,9 @@ class _Differentiated:
             # A token has an expert once, so rows are distinct and no atomics are needed.
             dx_TD[token_S] += dx_SD
             dgates_TK[token_S, slot_S] = dgates_S
+            if self.see_slopes is not None and expert < self.layer.expert_count:
+                # The output is Σ g·f, so the gradient of a gate is h·f.
+                self.see_slopes(self.layer, expert, token_S, arguments[1] * dgates_S)
             if total_TD is not None:
                 total_TD[token_S] += y_SD
         return dx_TD.to(x_TD.dtype), None, dgates_TK

@@ -44,7 +44,7 @@ from prunebench.install import installed
 from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
 from prunebench.items import LostQuestionsError
 from prunebench.mask import Mask, canonical_json
-from prunebench.method import Method
+from prunebench.method import Float64, Method, collected_scores
 from prunebench.moe import LoadedModel, load_model
 from prunebench.plan import FittedPlan, Plan, fit_plan, make_plan
 from prunebench.record import Item, Run, read_run, write_run
@@ -136,6 +136,29 @@ class Session:
             scores = None if text is None or not needs else self._scores(arm, loaded, text, needs)
             with same_torch():
                 return self._select(arm, arm.method, loaded, scores, text)
+
+    def rank(self, arm: PreparedArm) -> dict[int, Float64]:
+        """What the arm's criterion ranks experts by: layer index -> [E] scores, high is kept.
+
+        Raises:
+            UsageError: as `choose`; a criterion that does not rank single experts.
+        """
+        with collected_scores() as scores:
+            self.choose(arm)
+        if not scores:
+            raise UsageError(
+                f"{arm.spec.method} gives experts no scores of their own",
+                expected="a criterion that ranks single experts (prunebench.prune_lowest)",
+            )
+        return scores
+
+    def open(self, arm: PreparedArm) -> LoadedModel:
+        """The arm's model, loaded if another one was."""
+        return self._model(arm)
+
+    def measured(self, arm: PreparedArm, tokens: CalibrationTokens, needs: Sequence[Statistic]) -> ScoreResult:
+        """These statistics of a score or gradient pass over a text, from memory or disk if they are there."""
+        return self._scores(arm, self._model(arm), tokens, needs)
 
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()

@@ -17,6 +17,12 @@ operators has grids, which take from the track what they do not say themselves (
     masks = ["mone"]
     operators = ["constant"]
     fit = { draws = ["B", "C"] }           # text, blocks and length too, where they differ from the mask's
+
+    [[grid]]                               # another budget: scope, and protect or spare, as `prunebench run` takes them
+    masks = ["frequency"]
+    operators = ["constant"]
+    scope = "global"
+    protect = "super"
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from typing import Any
 from prunebench.errors import UsageError
 from prunebench.run.arm import DEFAULT_SUITES, ArmSpec
 
-__all__ = ["Track", "read_track"]
+__all__ = ["Track", "read_entry", "read_track"]
 
 _GRID: dict[str, type] = {
     "models": list,
@@ -43,7 +49,13 @@ _GRID: dict[str, type] = {
     "operators": list,
     "calibration": dict,
     "fit": dict,
+    "scope": str,
+    "protect": str,
+    "spare": str,
 }
+_BUDGET = ("scope", "protect", "spare")
+# Of each, a grid says one: its own stands in place of the track's other.
+_EITHER = ({"ratios", "keep"}, {"protect", "spare"})
 _TRACK: dict[str, type] = {"name": str, "suites": list, "seed": int, **_GRID}
 _CALIBRATION: dict[str, type] = {"text": str, "blocks": int, "length": int, "draws": list}
 
@@ -133,9 +145,8 @@ def _grids(data: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any],
 
 def _inherited(track: Mapping[str, Any], grid: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A grid with what it takes from its track; a grid's own `keep` stands in place of the track's `ratios`."""
-    taken = {key: track[key] for key in _GRID if key in track}
-    if {"ratios", "keep"} & set(grid):
-        taken = {key: value for key, value in taken.items() if key not in {"ratios", "keep"}}
+    replaced = {key for either in _EITHER if either & set(grid) for key in either}
+    taken = {key: track[key] for key in _GRID if key in track and key not in replaced}
     whole = {**taken, **grid}
     if unknown := [model for model in whole["models"] if model not in track["models"]]:
         raise UsageError(f"{unknown[0]} is no model of the track", where=where, expected=", ".join(track["models"]))
@@ -165,9 +176,10 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         grid["operators"],
     )
     sizes = {**_sizes(grid["calibration"]), **_sizes(grid["fit"], "fit_")}
+    budget = {key: grid[key] for key in _BUDGET if key in grid}
     for draw, fit_draw, amount, mask, entry in itertools.product(*axes):
-        operator, operator_parameters, scale = _entry(entry)
-        method, parameters, _ = _entry(mask)
+        operator, operator_parameters, scale = read_entry(entry)
+        method, parameters, _ = read_entry(mask)
         yield {
             "method": method,
             "parameters": parameters,
@@ -177,11 +189,12 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "draw": draw,
             "fit_draw": fit_draw,
             **amount,
+            **budget,
             **sizes,
         }
 
 
-def _entry(text: str) -> tuple[str, tuple[str, ...], str | None]:
+def read_entry(text: str) -> tuple[str, tuple[str, ...], str | None]:
     """Name, parameters and scale of `name(parameter=value, …)@scale`; a path may hold parentheses of its own."""
     name, _, scale = text.partition("@")
     parameters: tuple[str, ...] = ()
