@@ -54,6 +54,12 @@ OPTIONS = {
         *("--json", "SOURCE", "--arm", "--ratio", "--keep", "--operator", "--rank", "--slice-router", "--zeros"),
         *("--group", "--match", "--tolerance", "--config-only"),
     },
+    "cost": {
+        *("--json", "--mask", "--operator", "--batch", "--prompt", "--decode", "--repeats", "--warmup", "--out"),
+        *("--device", "--dtype", "--experts-implementation", "--batch-tokens"),
+    }
+    | SELECTION
+    | CALIBRATION,
     "compare": {
         *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
         *("--robustness", "--few-shot", "--fixed-answer"),
