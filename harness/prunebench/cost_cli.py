@@ -40,6 +40,12 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", type=int, default=64, help="tokens decoded at batch 1 (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds that count (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them (default %(default)s)")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="wall (default), or cpu: this process's own time, on a CPU that others use too",
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default %(default)s)")
     parser.add_argument(
@@ -90,8 +96,9 @@ def run_cost(options: argparse.Namespace, step: Callable[[str, int, int], None])
         decode=options.decode,
         repeats=options.repeats,
         warmup=options.warmup,
+        clock=options.clock,
     )
-    settings.check(positions=positions, tokens=options.blocks * options.length)
+    settings.check(positions=positions, tokens=options.blocks * options.length, device=options.device)
     check_writable(options.out.parent)
     data = measure_cost(Session(options.out.parent, progress=step), arms, settings, progress=step)
     write_atomically(options.out, (json.dumps(data, indent=1) + "\n").encode())
@@ -107,7 +114,8 @@ def _table(data: Mapping[str, Any]) -> str:
     table = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
     dense = data["arms"][0]["times"]
     settings = data["settings"]
-    work = f"prompts of {settings['prompt']} tokens, {settings['decode']} decoded, {settings['repeats']} rounds"
+    work = f"prompts of {settings['prompt']} tokens, {settings['decode']} decoded"
+    work += f", {settings['repeats']} rounds, {settings['clock']} clock"
     where = f"{data['volatile']['processor']}, {data['volatile']['threads']} threads, {data['experts_implementation']}"
     return "\n".join(
         [

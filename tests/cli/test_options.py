@@ -56,7 +56,7 @@ OPTIONS = {
     },
     "cost": {
         *("--json", "--mask", "--operator", "--batch", "--prompt", "--decode", "--repeats", "--warmup", "--out"),
-        *("--device", "--dtype", "--experts-implementation", "--batch-tokens"),
+        *("--device", "--dtype", "--experts-implementation", "--batch-tokens", "--clock"),
     }
     | SELECTION
     | CALIBRATION,

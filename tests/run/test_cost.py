@@ -114,6 +114,12 @@ def test_what_cannot_be_timed_is_one_line(settings, says):
     assert "\n" not in str(caught.value)
 
 
+def test_a_gpus_work_is_not_timed_by_the_cpus_clock():
+    CostSettings(clock="cpu").check(positions=4096, tokens=10**6)
+    with pytest.raises(UsageError, match="the CPU's clock for work on cuda:1; expected --clock wall"):
+        CostSettings(clock="cpu").check(positions=4096, tokens=10**6, device="cuda:1")
+
+
 def test_every_arm_runs_every_piece_and_stores_what_its_record_says(spec, tmp_path):
     operators = {"constant": (), "tilt(rank=4)": ("rank=4",), "reroute": ()}
     arms = {DENSE: prepare(spec(method=None, ratio=None))}
@@ -172,7 +178,22 @@ def test_arms_of_different_masks_are_refused(spec, tmp_path):
 def test_the_command_writes_its_file_and_prints_its_table(model, tmp_path, capsys):
     out = tmp_path / "cost.json"
     shared = ["cost", "--model", model, "--method", "frequency", "--ratio", "0.5", "--blocks", "8", "--length", "32"]
-    quick = ["--prompt", "16", "--decode", "2", "--repeats", "1", "--warmup", "0", "--batch", "2", "--out", str(out)]
+    quick = [
+        "--prompt",
+        "16",
+        "--decode",
+        "2",
+        "--clock",
+        "cpu",
+        "--repeats",
+        "1",
+        "--warmup",
+        "0",
+        "--batch",
+        "2",
+        "--out",
+        str(out),
+    ]
     assert cli.main([*shared, *quick, "--operator", "reroute@other"]) == 0
     shown = capsys.readouterr().out
     data = json.loads(out.read_text())
@@ -181,7 +202,7 @@ def test_the_command_writes_its_file_and_prints_its_table(model, tmp_path, capsy
     assert all(one["times"]["decode"]["seconds"] > 0 for one in data["arms"])
     assert "not serving times" in data["label"]
     assert data["label"] in shown
-    assert "prompts of 16 tokens, 2 decoded, 1 rounds" in shown
+    assert "prompts of 16 tokens, 2 decoded, 1 rounds, cpu clock" in shown
     for one in data["arms"]:
         assert one["arm"] in shown
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ LABEL: Final = "eager timings of this harness, relative to dense in the same rou
 _WARM: Final = 8  # tokens of the forward that is run before a time is taken
 
 Clock = Callable[[], float]
+_CLOCKS: Final[Mapping[str, Clock]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class CostSettings:
         decode: tokens that are decoded one by one, at batch 1.
         repeats: rounds that count.
         warmup: rounds before them that do not.
+        clock: `wall`, or `cpu`: this process's own time, which other processes' load hardly moves; not for a GPU.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -71,6 +73,7 @@ class CostSettings:
     decode: int = 64
     repeats: int = 5
     warmup: int = 1
+    clock: Literal["wall", "cpu"] = "wall"
 
     def __post_init__(self) -> None:
         if not self.batches or min(*self.batches, self.prompt, self.decode, self.repeats) < 1 or self.warmup < 0:
@@ -80,13 +83,16 @@ class CostSettings:
                 expected="each at least 1, warmup at least 0",
             )
 
-    def check(self, *, positions: int, tokens: int) -> None:
+    def check(self, *, positions: int, tokens: int, device: str = "cpu") -> None:
         """Refuse what the model has no room for, or the text no tokens.
 
         Args:
+            device: that the model runs on.
             positions: that the model takes.
             tokens: of the text.
         """
+        if self.clock == "cpu" and device != "cpu":
+            raise UsageError(f"the CPU's clock for work on {device}", expected="--clock wall")
         if self.prompt + self.decode > positions:
             raise UsageError(
                 f"{self.prompt} tokens of prompt and {self.decode} decoded",
@@ -228,7 +234,7 @@ def measure_cost(
     settings: CostSettings,
     *,
     progress: Progress | None = None,
-    clock: Clock = time.perf_counter,
+    clock: Clock | None = None,
 ) -> dict[str, Any]:
     """Bytes and times of arms that prune the same experts, as JSON data.
 
@@ -237,7 +243,7 @@ def measure_cost(
         arms: name -> arm; one is `DENSE` and one `CONSTANT`.
         settings: what is timed; `check` has passed.
         progress: called with (what, done, total).
-        clock: seconds.
+        clock: seconds, in place of the settings' clock.
 
     Raises:
         UsageError: arms of different masks.
@@ -250,7 +256,9 @@ def measure_cost(
     digests = {plan.mask.digest for plan in plans.values() if plan is not None}
     if len(digests) != 1:
         raise UsageError("arms of different masks", expected="one mask for all", fix="give it by --mask")
-    work = _Workload(loaded.moe, ids_BL.reshape(-1).to(loaded.moe.input_device), settings, clock)
+    work = _Workload(
+        loaded.moe, ids_BL.reshape(-1).to(loaded.moe.input_device), settings, clock or _CLOCKS[settings.clock]
+    )
     rounds: dict[str, dict[str, list[float]]] = {}
     steps = _steps(progress, len(work.names) * len(arms) * (settings.warmup + settings.repeats))
     for piece in work.names:
