@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import prunebench
+from prunebench.bytes_cli import add_bytes, run_bytes
+from prunebench.cost_cli import add_cost, run_cost
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.mask_cli import add_mask_verbs, add_selection, run_mask_verb
 from prunebench.mask_studies import Result, add_calibration
@@ -75,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         "--rank", type=int, default=32, help="of the tilt, whose 2rd values also set the copies' budget (default 32)"
     )
     params.add_argument("--times", type=int, default=1, help="the copies' budget in tilts, 1 or 4 in the paper")
+
+    add_bytes(verb("bytes", "stored bytes by part, pruned and quantized, from files or a configuration, and the gaps"))
+
+    add_cost(verb("cost", "stored bytes and eager timings of operators on one mask, relative to the dense model"))
 
     board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
     board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
@@ -213,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inspect": _inspect,
         "mask": _mask,
         "params": _params,
+        "bytes": run_bytes,
+        "cost": _cost,
         "run": _run,
         "grid": _grid,
         "compare": _compare,
@@ -325,6 +333,11 @@ def _inspect(options: argparse.Namespace) -> Result:
 def _mask(options: argparse.Namespace) -> Result:
     with _Progress() as progress:
         return run_mask_verb(options, progress.step)
+
+
+def _cost(options: argparse.Namespace) -> Result:
+    with _Progress() as progress:
+        return run_cost(options, progress.step)
 
 
 def _params(options: argparse.Namespace) -> Result:

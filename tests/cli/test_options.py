@@ -63,6 +63,16 @@ OPTIONS = {
     "mask agreement": {"--shards", "--orderings"} | AMOUNT | STUDY | CALIBRATION,
     "mask drift": {"--texts", "--blocks", "--length", "--draws", "--seed"} | AMOUNT | STUDY,
     "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
+    "bytes": {
+        *("--json", "SOURCE", "--arm", "--ratio", "--keep", "--operator", "--rank", "--slice-router", "--zeros"),
+        *("--group", "--match", "--tolerance", "--config-only"),
+    },
+    "cost": {
+        *("--json", "--mask", "--operator", "--batch", "--prompt", "--decode", "--repeats", "--warmup", "--out"),
+        *("--device", "--dtype", "--experts-implementation", "--batch-tokens", "--clock"),
+    }
+    | SELECTION
+    | CALIBRATION,
     "compare": {
         *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
         *("--robustness", "--few-shot", "--fixed-answer"),
