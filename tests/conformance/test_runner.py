@@ -158,7 +158,7 @@ def test_the_same_is_the_same_whatever_it_is_made_of():
 
 RAISES = {
     "needs": "    def select_needs(self):\n        raise ValueError('no')\n",
-    "parameters": "    def __post_init__(self):\n        if self.share != 0.25:\n            raise RuntimeError('no')\n",
+    "parameters": "    def __post_init__(self):\n        if self.share != 0.25:\n            raise OSError('no')\n",
     "signatures": "    select = 3\n",
 }
 

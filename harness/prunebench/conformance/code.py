@@ -51,9 +51,9 @@ def foreign_imports(tree: ast.Module, own: str = "") -> Iterator[tuple[int, str]
                 yield from ((node.lineno, f"prunebench.{name}") for name in names)
         elif isinstance(node, ast.Name) and node.id == "__import__":
             yield node.lineno, "by __import__"
-    names = _names_of(tree, "prunebench")
+    aliases = _names_of(tree, "prunebench")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_name(node.value, names) and node.attr not in prunebench.__all__:
+        if isinstance(node, ast.Attribute) and _is_name(node.value, aliases) and node.attr not in prunebench.__all__:
             yield node.lineno, f"prunebench.{node.attr}"
 
 
@@ -121,11 +121,11 @@ def keys_on_sizes(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if is_get or (isinstance(node, ast.Compare) and isinstance(node.ops[0], _EQUAL)) or _is_lookup(node, numbered):
             sizes |= {one.id for one in inside if isinstance(one, ast.Name)} & sized
             sizes |= {"length" for one in inside if _is_measured(one)}
-        numbers = [one for one in inside if _is_large(one)]
+        numbers = [ast.unparse(one) for one in inside if _is_large(one)]
         named = [one.id for one in inside if isinstance(one, ast.Name) and one.id in numbered]
         if sizes and (numbers or named):
-            what = max((one.value for one in numbers if isinstance(one, ast.Constant)), default=", ".join(named))
-            yield node.lineno, f"{', '.join(sorted(sizes))} of {what}"
+            line = next(one.lineno for one in inside if isinstance(one, ast.expr))
+            yield line, f"{', '.join(sorted(sizes))} of {(numbers or named)[0]}"
 
 
 _EQUAL = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
@@ -173,12 +173,13 @@ def _assignments(tree: ast.Module, body: list[ast.stmt] | None = None) -> Iterat
     for node in body if body is not None else ast.walk(tree):
         if isinstance(node, ast.Assign):
             targets: list[ast.expr] = node.targets
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
             targets = [node.target]
         else:
             continue
         names = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
-        yield names, node.value
+        if node.value is not None:
+            yield names, node.value
 
 
 def _names_of(tree: ast.Module, module: str) -> set[str]:
