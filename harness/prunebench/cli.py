@@ -15,8 +15,10 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -353,10 +355,13 @@ def _params(options: argparse.Namespace) -> Result:
     quiet_libraries()
     if (budget := budget_of(options.ratio, options.keep)) is None:
         raise UsageError("nothing says how many experts go", fix="give --ratio, such as 0.5, or --keep")
+    for name in ("rank", "times"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name} {getattr(options, name)} is impossible", expected="a whole number from 1 on")
     size = model_size(empty_model(ModelFiles.of(resolve_model(options.model)).folder))
     size.pruned(budget)  # an impossible budget is no operator's fault
     costs, impossible = [], {}
-    for name in options.operator or OPERATORS:
+    for name in dict.fromkeys(options.operator or OPERATORS):
         try:
             costs.append(cost(size, budget, name, rank=options.rank, times=options.times))
         except UsageError as error:
@@ -578,24 +583,61 @@ def _check(options: argparse.Namespace) -> Result:
     from prunebench.moe import quiet_libraries
 
     quiet_libraries()
-    expected = dict(one.partition("=")[::2] for one in options.expect)
-    found = []
+    expected = _expectations(options.expect)
+    # Whatever is wrong with the request is said before minutes of checks.
+    methods = [load_method(name, parse_parameters(load_method_class(name), options.param)) for name in options.methods]
+    names = [type(method).name for method in methods]
+    _check_cards(options, names)
+    reports = []
     with _Progress() as progress:
-        for name in options.methods:
-            method = load_method(name, parse_parameters(load_method_class(name), options.param))
-            report = report_of(method, expected_failures=expected, only=options.only, progress=progress.step)
-            found.append((method, report))
-    cards = {report.name: card(method, report) for method, report in found}
+        for method in methods:
+            one = report_of(method, expected_failures=expected, only=options.only, progress=progress.step)
+            reports.append(one)
+    found = list(zip(methods, reports, strict=True))
+    cards = [card(*one) for one in found]
     if options.cards is not None:
-        for name, text in cards.items():
+        for name, text in zip(names, cards, strict=True):
             write_atomically(options.cards / f"{name}.md", text.encode())
         if len(found) > 1:  # one method's card is no index
             write_atomically(options.cards / "README.md", index(found).encode())
-    reports = [report for _, report in found]
     data = [report.to_json() for report in reports]
-    texts = cards.values() if options.markdown else [report.to_text() for report in reports]
+    texts = cards if options.markdown else [report.to_text() for report in reports]
     code = 0 if all(report.ok for report in reports) else 1
     return code, data[0] if len(data) == 1 else data, "\n".join(texts)
+
+
+def _expectations(texts: Sequence[str]) -> dict[str, str]:
+    """Reasons by check, as typed: CHECK=REASON."""
+    expected: dict[str, str] = {}
+    for text in texts:
+        name, _, reason = text.partition("=")
+        if not reason.strip():
+            raise UsageError(f"--expect {text} gives no reason", expected="CHECK=REASON: why it is right that it fails")
+        if name in expected:
+            raise UsageError(f"two reasons are given for {name}", expected="one --expect for each check")
+        expected[name] = reason
+    return expected
+
+
+def _check_cards(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise unless every method gets a whole card and a file of its own."""
+    if options.cards is None:
+        return
+    if options.only:
+        raise UsageError("--cards with --only", expected="cards of all checks", fix="leave --only out")
+    for name in names:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
+            raise UsageError(f"method name {name!r}", expected='name = "my-method": a card is named after it')
+        if names.count(name) > 1:
+            raise UsageError(f"two methods are named {name}", expected="a card each", fix="write them to two folders")
+    try:
+        options.cards.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=options.cards):
+            pass
+    except OSError as error:
+        raise UsageError(
+            "cannot write cards", where=str(options.cards), expected="a writable folder", fix=str(error)
+        ) from error
 
 
 def _new_method(options: argparse.Namespace) -> Result:

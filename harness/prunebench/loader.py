@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prunebench.suite import Suite
 
 __all__ = [
+    "MODULE_PREFIX",
     "Kind",
     "ModelSource",
     "Source",
@@ -61,7 +62,7 @@ _FOLDERS: dict[Kind, str] = {
     "tracks": "leaderboard/tracks",
 }
 _PLUGINS = "prunebench.methods"
-_MODULE_PREFIX = "_prunebench_content_"
+MODULE_PREFIX = "_prunebench_content_"  # of modules that are loaded by their path
 _SOURCE = "__prunebench_source__"
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
@@ -285,7 +286,7 @@ def _load_file(kind: Kind, path: Path) -> types.ModuleType:
     digest = hashlib.sha256(content).hexdigest()
     place = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     stem = re.sub(r"\W", "_", path.stem)
-    name = f"{_MODULE_PREFIX}{kind}_{stem}_{digest[:16]}_{place}"
+    name = f"{MODULE_PREFIX}{kind}_{stem}_{digest[:16]}_{place}"
     if name in sys.modules:
         return sys.modules[name]
     loader = _ContentLoader(path, content)
@@ -308,7 +309,7 @@ def _load_file(kind: Kind, path: Path) -> types.ModuleType:
 def _file_error(path: Path, error: BaseException) -> UsageError:
     """One line for whatever a content file raised while it was compiled or run."""
     if isinstance(error, SyntaxError):
-        return UsageError(f"syntax error: {error.msg}", where=f"{error.filename or path}:{error.lineno}")
+        return UsageError(f"syntax error: {error.msg}", where=f"{error.filename or path}:{error.lineno or 1}")
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     fix = ""
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
@@ -326,7 +327,7 @@ def source_of(thing: object) -> Source:
     Raises:
         UsageError: for something typed into a prompt or notebook, which has no file.
     """
-    for module in [module for name, module in list(sys.modules.items()) if name.startswith(_MODULE_PREFIX)]:
+    for module in [module for name, module in list(sys.modules.items()) if name.startswith(MODULE_PREFIX)]:
         if vars(module).get("SUITE") is thing:
             return _stored_source(module)
     cls = thing if isinstance(thing, type) else type(thing)

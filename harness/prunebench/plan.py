@@ -7,6 +7,7 @@ from that data.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -231,12 +232,13 @@ class Plan:
 
 
 def layer_views(moe: MoEModel, scores: ScoreResult | None, declared: tuple[str, ...], where: str) -> list[LayerView]:
-    """The layers as a method may see them, with the statistics it declared."""
+    """The layers as a method may see them, with the statistics it declared; shape and convention are copies."""
     views = []
     for layer in moe.layers:
         values = {} if scores is None else scores.layers[layer.index]
         tokens = 0 if scores is None else scores.tokens
-        views.append(LayerView(layer.shape, layer.convention, tokens, Statistics(values, declared, where), layer))
+        facts = copy.deepcopy((layer.shape, layer.convention))  # the model goes on computing by its own
+        views.append(LayerView(*facts, tokens, Statistics(values, declared, where), layer))
     return views
 
 

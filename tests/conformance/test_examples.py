@@ -40,10 +40,16 @@ def test_a_new_method_passes_the_checks_as_it_stands(tmp_path, monkeypatch, caps
     assert report.ok, report.to_text()
 
 
-@pytest.mark.parametrize("name", ["Gate", "a b", "../x", "x-", ""])
+@pytest.mark.parametrize("name", ["Gate", "a b", "../x", "x-", "", "x" * 65])
 def test_a_name_that_is_none_is_refused(tmp_path, name):
     with pytest.raises(UsageError, match="expected small letters"):
         write_template(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mask", "gate-norm-sum", "sequence"])
+def test_a_name_that_the_template_imports_hides_nothing(tmp_path, name):
+    report = report_of(str(write_template(name, tmp_path)), only=["metadata", "runs"])
+    assert report.ok, report.to_text()
 
 
 def test_nothing_is_overwritten_and_no_name_is_taken_twice(tmp_path, capsys):

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import copy
 import inspect
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from prunebench import Method, cli, load_method
 from prunebench.conformance import CHECKS, ConformanceError, check_method, parametrize_with_checks, report_of, rules
 from prunebench.conformance.cases import CONVENTIONS, HOMES, case, least_gap
+from prunebench.conformance.subject import same
 from prunebench.errors import UsageError
 from prunebench.testing import FAMILIES, opened_model
 
@@ -127,3 +136,122 @@ def test_every_way_of_routing_and_every_layout_of_weights_is_among_the_conventio
         return (*ways, convention.expert_scales, convention.identities > 0, tuple(sorted(moe.layers[0].weights(0))))
 
     assert {kind(family) for family in FAMILIES} == {kind(family) for family in CONVENTIONS}
+
+
+def test_the_same_is_the_same_whatever_it_is_made_of():
+    @dataclass(slots=True)
+    class Slotted:
+        mean_D: np.ndarray
+
+    nan = float("nan")
+    for one, other in [
+        (np.array([nan, 1.0]), np.array([nan, 2.0])),
+        (torch.tensor([nan, 1.0]), torch.tensor([nan, 2.0])),
+        ({"a": {"b": [np.zeros(2)]}}, {"a": {"b": [np.ones(2)]}}),
+        (Slotted(np.zeros(2)), Slotted(np.ones(2))),
+        ({1, 2}, {1, 3}),
+        (nan, 1.0),
+    ]:
+        assert same(one, copy.deepcopy(one))
+        assert not same(one, other)
+
+
+RAISES = {
+    "needs": "    def select_needs(self):\n        raise ValueError('no')\n",
+    "parameters": "    def __post_init__(self):\n        if self.share != 0.25:\n            raise OSError('no')\n",
+    "signatures": "    select = 3\n",
+}
+
+
+@pytest.mark.parametrize("check", RAISES)
+def test_whatever_a_method_raises_wherever_it_is_asked_is_a_failure_of_its_own(tmp_path, check):
+    path = tmp_path / "raising.py"
+    path.write_text(DOUBTFUL + "\n" + RAISES[check], encoding="utf-8")
+    if check == "parameters":
+        method = load_method(str(path), {"share": 0.25})
+        object.__setattr__(method, "share", 0.75)
+    else:
+        method = load_method(str(path))
+    report = report_of(method, only=[check])
+    assert [one.outcome for one in report.results] == ["failed"]
+    assert "expected no error" in report.results[0].message
+
+
+def test_what_is_wrong_with_a_request_is_said_before_any_check_runs(doubtful, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("prunebench.conformance.report_of", None)
+    wrong = {
+        "no such method file": [doubtful, "no-such.py"],
+        "gives no reason": [doubtful, "--expect", "metadata"],
+        "two reasons are given": [doubtful, "--expect", "metadata=a", "--expect", "metadata=b"],
+        "--cards with --only": [doubtful, "--cards", str(tmp_path), "--only", "metadata"],
+        "cannot write cards": [doubtful, "--cards", doubtful],
+        "two methods are named doubtful": [doubtful, doubtful, "--cards", str(tmp_path)],
+    }
+    for what, arguments in wrong.items():
+        assert cli.main(["check", *arguments]) == 2
+        assert what in capsys.readouterr().err
+
+
+def test_a_card_is_never_written_beside_its_folder(doubtful, tmp_path, capsys):
+    path = Path(doubtful)
+    path.write_text(DOUBTFUL.replace('"doubtful"', '"../doubtful"'), encoding="utf-8")
+    assert cli.main(["check", doubtful, "--cards", str(tmp_path / "cards")]) == 2
+    assert "method name '../doubtful'" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.md"))
+
+
+def test_a_check_that_is_asked_for_twice_runs_once(doubtful):
+    assert len(report_of(doubtful, only=["needs", "needs"]).results) == 1
+
+
+WAITS = '''"""Waits."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+from prunebench import Method, Replacements, Zero
+
+
+@dataclass(frozen=True)
+class Waits(Method):
+    """Answers zero, after a minute where nobody has selected."""
+
+    name = "waits"
+    reference = "a test"
+
+    def replace(self, layer, pruned):
+        if "ignore" in sys.warnoptions:
+            time.sleep(600)
+        return Replacements({expert: Zero(layer.width) for expert in pruned})
+'''
+
+
+def test_a_killed_check_leaves_no_process_behind(tmp_path):
+    path = tmp_path / "waits.py"
+    path.write_text(WAITS, encoding="utf-8")
+    command = [sys.executable, "-m", "prunebench.cli", "check", str(path), "--only", "fresh_process"]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT / "harness")}) as check:
+        found = _until(lambda: [pid for one in _children(check.pid) for pid in (one, *_children(one))], 2)
+        check.kill()
+    assert _until(lambda: [pid for pid in found if Path(f"/proc/{pid}/status").exists()], 0) == []
+
+
+def _children(pid):
+    """Processes whose parent this is."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            text = status.read_text(encoding="utf-8", errors="replace")
+            state, parent = text.rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(status.parent.name))
+    return found
+
+
+def _until(look, count, patience=300):
+    """What is seen once there are that many of them."""
+    until = time.monotonic() + patience
+    while len(seen := look()) != count and time.monotonic() < until:
+        time.sleep(0.05)
+    return seen

@@ -99,14 +99,20 @@ TWINS = [
         instead(SCORE, "squares_E /= np.maximum(count_E, 1)", "return squares_E"),
     ),
     twin(
+        "inputs_unchanged",
+        "changes what the router is said to compute",
+        before(SELECT, 'object.__setattr__(layers[0].convention, "renormalised", True)'),
+    ),
+    twin(
         "model_unchanged",
         "changes survivors silently",
-        before(REPLACE, 'vars(layer)["_" + "layer"].experts.down_proj.mul_(1.01)'),
+        imports("inspect"),
+        before(REPLACE, 'inspect.getattr_static(layer, "_" + "layer").experts.down_proj.mul_(1.01)'),
     ),
     twin("global_generators", "seeds the global generator", before(SELECT, "np.random.seed(0)")),
     twin("global_generators", "draws from the global generator", before(REPLACE, "torch.rand(1)")),
     twin("global_settings", "sets what numpy does on overflow", before(SELECT, 'np.seterr(over="ignore")')),
-    twin("global_settings", "changes the environment", imports("os"), before(SELECT, 'os.environ["HONEST"] = "1"')),
+    twin("global_settings", "changes the environment", imports("os"), before(SELECT, 'os.putenv("HONEST", "1")')),
     twin(
         "no_files", "reads evaluation files", imports("pathlib"), before(SELECT, "pathlib.Path(__file__).read_text()")
     ),
@@ -115,6 +121,14 @@ TWINS = [
         "lists a folder in its statistic",
         imports("os"),
         before("        squares_S = batch", 'os.listdir("/")'),
+    ),
+    twin(
+        "no_files",
+        "reads a file while it is made",
+        imports("pathlib"),
+        before(
+            "    def select_needs(self):\n", "def __post_init__(self):", "    pathlib.Path(__file__).read_text()", ""
+        ),
     ),
     twin("no_files", "reads a file in its fill", before(FORWARD, "open(__file__).close()")),
     twin("no_sockets", "opens a socket", imports("socket"), before(SELECT, "socket.socket().close()")),
@@ -146,6 +160,18 @@ TWINS = [
         "no_sleep", "sleeps", before("import numpy as np\n", "from time import sleep"), before(SELECT, "sleep(0.001)")
     ),
     twin(
+        "no_sleep",
+        "waits in its fill for what never comes",
+        imports("threading"),
+        before(FORWARD, "threading.Event().wait(0.001)"),
+    ),
+    twin(
+        "no_call_stack",
+        "reads the model's name on the command line",
+        imports("sys"),
+        before(SCORE, 'if "tiny-olmoe" in sys.argv:', "    squares_E = -squares_E"),
+    ),
+    twin(
         "declares_gradients",
         "takes gradients that it does not declare",
         before(
@@ -164,7 +190,7 @@ TWINS = [
         "fresh_process",
         "behaves otherwise where it is checked",
         imports("sys"),
-        before(SCORE, 'if sys.argv[0].endswith("fresh.py"):', "    squares_E = -squares_E"),
+        before(SCORE, 'if "ignore" in sys.warnoptions:', "    squares_E = -squares_E"),
     ),
     twin(
         "verbs_share_nothing",
@@ -342,6 +368,49 @@ TWINS = [
     ),
     twin(
         "declared_values",
+        "stores two values in one",
+        ('"mean_D", torch.zeros(width))', '"mean_D", torch.zeros(width, dtype=torch.complex64))'),
+        ('        self.register_buffer("slope_D", torch.zeros(width))\n', ""),
+        instead(FORWARD, "return self.mean_D.real + self.mean_D.imag * x_SD"),
+        (
+            "        fill.mean_D.copy_(mean_D)\n        fill.slope_D.copy_(slope * torch.tanh(mean_D))\n",
+            "        fill.mean_D.copy_(torch.complex(mean_D, slope * torch.tanh(mean_D)))\n",
+        ),
+    ),
+    twin(
+        "declared_values",
+        "packs its values into one whole number",
+        ("    def __init__(self, width):\n", "    def __init__(self, width, packed=0):\n"),
+        ('        self.register_buffer("slope_D", torch.zeros(width))\n', "        self.packed = packed\n"),
+        instead(
+            FORWARD,
+            "slope_D = torch.tensor([(self.packed >> 4 * d) % 16 for d in range(len(self.mean_D))])",
+            "return self.mean_D + slope_D / 100 * x_SD",
+        ),
+        ('return {"width": len(self.mean_D)}', 'return {"width": len(self.mean_D), "packed": self.packed}'),
+        (
+            "        fill.slope_D.copy_(slope * torch.tanh(mean_D))\n",
+            "        fill.packed = sum(int(one > 0) << 4 * d for d, one in enumerate(mean_D.tolist()))\n",
+        ),
+    ),
+    twin(
+        "declared_values",
+        "writes its values into its configuration",
+        ("    def __init__(self, width):\n", '    def __init__(self, width, text=""):\n'),
+        ('        self.register_buffer("slope_D", torch.zeros(width))\n', "        self.text = text\n"),
+        instead(
+            FORWARD,
+            "slope_D = torch.tensor([float(one) for one in self.text.split()] or 0.0)",
+            "return self.mean_D + slope_D * x_SD",
+        ),
+        ('return {"width": len(self.mean_D)}', 'return {"width": len(self.mean_D), "text": self.text}'),
+        (
+            "        fill.slope_D.copy_(slope * torch.tanh(mean_D))\n",
+            '        fill.text = " ".join(map(str, (slope * torch.tanh(mean_D)).tolist()))\n',
+        ),
+    ),
+    twin(
+        "declared_values",
         "declares fewer values than it stores",
         before("    def to_json(self):\n", "def values_stored(self):", "    return 1", ""),
     ),
@@ -378,7 +447,7 @@ TWINS = [
         ('        return {"width": len(self.mean_D)}', '        return {"width": len(self.mean_D), "key": self.key}'),
         (
             "        fill.slope_D.copy_(slope * torch.tanh(mean_D))\n",
-            "        fill.key = str(mean_D.tolist())\n        HIDDEN[fill.key] = slope * torch.tanh(mean_D)\n",
+            "        fill.key = str(float(mean_D.sum()))\n        HIDDEN[fill.key] = slope * torch.tanh(mean_D)\n",
         ),
     ),
     twin(

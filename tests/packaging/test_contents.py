@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prunebench.conformance.checks.interface import foreign_imports
+from prunebench.conformance.code import foreign_imports
 from prunebench.testing import FAMILIES
 
 ROOT = Path(__file__).parents[2]

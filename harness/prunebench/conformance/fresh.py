@@ -145,6 +145,7 @@ class _Server:
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
+            start_new_session=True,  # Ctrl-C is for the command, which ends this one
         )
         atexit.register(self.close)
 
@@ -205,17 +206,18 @@ def _serve(answers: IO[str]) -> None:
         answer = {"error": f"it ended without an answer, or took more than {_CPU_SECONDS} s of CPU time"}
         if _ended(child) and result.is_file():
             answer = json.loads(result.read_text(encoding="utf-8"))
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        with suppress(BrokenPipeError):  # who asked has gone, and the next line is the last
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
 
 
 def _ended(child: int) -> bool:
-    """Wait for a child; kill it if it takes too long."""
-    until = time.monotonic() + _PATIENCE
-    while time.monotonic() < until:
+    """Wait for a child; kill it if it takes too long, or if nobody waits for its answer any more."""
+    until, asker = time.monotonic() + _PATIENCE, select.poll()
+    asker.register(sys.stdin, 0)  # only that it hung up
+    while time.monotonic() < until and not asker.poll(5):
         if os.waitpid(child, os.WNOHANG)[0]:
             return True
-        time.sleep(0.005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False
@@ -271,7 +273,7 @@ def _rebuilt(plan: Plan, width: int, folder: Path) -> str:
         for layer in plan.layers:
             for expert, saved in sorted(layer.fills.items()):
                 fill = saved.build(plan.state_of(layer.index, expert), where=f"layer {layer.index}, expert {expert}")
-                if not isinstance(fill, Survivor):
+                if type(fill) is not Survivor:
                     with torch.inference_mode():
                         answers[f"{len(answers) - 1:06}"] = fill(probe_rows(width)).contiguous().clone()
     except Exception as error:  # noqa: BLE001  a method's code may raise anything

@@ -10,20 +10,23 @@ from prunebench.mask import write_atomically
 
 __all__ = ["write_template"]
 
+_LONGEST = 64
+
 
 def write_template(name: str, folder: Path) -> Path:
     """Write `folder/NAME.py`.
 
     Args:
-        name: small letters, digits and hyphens, such as `gate-entropy`.
+        name: small letters, digits and hyphens, such as `gate-entropy`; at most 64.
         folder: where to; it must exist.
 
     Raises:
         UsageError: an impossible name, no such folder, or a file that is there.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+    if len(name) > _LONGEST or not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise UsageError(
-            f"method name {name!r}", expected="small letters, digits and single hyphens, such as gate-entropy"
+            f"method name {name!r}",
+            expected=f"small letters, digits and single hyphens, at most {_LONGEST}, such as gate-entropy",
         )
     if not folder.is_dir():
         raise UsageError("no such folder", where=str(folder), expected="a folder for the file", fix="give --folder")
@@ -31,7 +34,10 @@ def write_template(name: str, folder: Path) -> Path:
     if path.exists():
         raise UsageError("the file is there already", where=str(path), fix="choose another name, or remove it")
     text = Path(__file__).with_name("template.py").read_text(encoding="utf-8")
-    text = text.replace("class Template(", f"class {name.title().replace('-', '')}(")
+    kind = name.title().replace("-", "")
+    if re.search(rf"\b{kind}\b", text):  # such as Mask or Count, which the template imports
+        kind = f"{kind}Method"
+    text = text.replace("class Template(", f"class {kind}(")
     text = text.replace('name = "template"', f'name = "{name}"').replace('"""Template:', f'"""{name}:', 1)
     write_atomically(path, text.encode())
     return path

@@ -83,8 +83,9 @@ def _outcome(subject: Subject, check: Check) -> Result:
         check.run(subject)
     except NotApplicable as reason:
         return Result(check.name, check.group, "not applicable", str(reason))
-    except PruneBenchError as error:
-        return Result(check.name, check.group, "failed", f"{error}; reproduce: {_command(subject, check)}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a method's code may raise anything, wherever it is asked
+        fault = error if isinstance(error, PruneBenchError) else subject.named(error)
+        return Result(check.name, check.group, "failed", f"{fault}; reproduce: {_command(subject, check)}")
     return Result(check.name, check.group, "passed", _refusals(subject) if check.name == "every_router" else "")
 
 
@@ -131,7 +132,7 @@ def _known(names: Iterable[str]) -> list[str]:
     names = list(names)
     if wrong := [name for name in names if name not in CHECKS]:
         raise UsageError(f"unknown check {wrong[0]!r}", expected=f"one of {', '.join(CHECKS)}")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def _judged(result: Result, expected: Mapping[str, str]) -> Result:

@@ -32,7 +32,7 @@ from prunebench.conformance.result import Fault, NotApplicable, Refusal, Result
 from prunebench.conformance.watch import Act, watching
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.install import installed
-from prunebench.loader import Source, source_of
+from prunebench.loader import MODULE_PREFIX, Source, make, source_of
 from prunebench.mask import Budget, Mask
 from prunebench.method import LayerView, Method, Statistics
 from prunebench.moe import MoEModel
@@ -170,9 +170,12 @@ class Subject:
         return frozenset({str(path)})
 
     @cached_property
-    def tree(self) -> ast.Module:
-        """The file's code."""
-        return ast.parse(self.source.path.read_text(encoding="utf-8"))
+    def trees(self) -> Mapping[Path, ast.Module]:
+        """The code of its files: of one, or of the package that a plug-in is part of."""
+        paths = [self.source.path]
+        if not type(self.method).__module__.startswith(MODULE_PREFIX):
+            paths += [Path(file) for file in sorted(self.files) if Path(file) != self.source.path]
+        return {path: ast.parse(path.read_bytes()) for path in paths}
 
     def is_own(self, kind: type) -> bool:
         """Whether a class stands in the method's file."""
@@ -272,7 +275,12 @@ class Subject:
         trial = self._trials.setdefault(key, Trial())
         watched = self._watched(trial)
         memo = ("plan", given.digest if given else "", *key)
-        return self._once(memo, trial, where, lambda: planned(watched, where, mask))
+
+        def work() -> Plan:
+            make(type(self.method), self.method.parameters())  # what it does while it is made counts, too
+            return planned(watched, where, mask)
+
+        return self._once(memo, trial, where, work)
 
     def logits(self, kind: str = "plain", **options: Any) -> tuple[Tensor, Mapping[int, Mapping[str, float]]]:
         """The pruned model's logits on the case's text, and what its layers counted."""
@@ -281,7 +289,7 @@ class Subject:
         key = self._key(kind, options)
         memo = ("logits", plan.mask.digest, *key)
         trial = self._trials.setdefault(key, Trial())
-        return self._once(memo, trial, where, lambda: _run(where.moe, plan, where.ids_BL), verbs=False)
+        return self._once(memo, trial, where, lambda: _run(where.moe, plan, where.ids_BL))
 
     def alone(self) -> list[Mask]:
         """The masks of the plain case's layers, each selected as if it were the only one.
@@ -306,17 +314,15 @@ class Subject:
         given = {name: options.get(name, value) for name, value in usual.items()}
         return (kind, options.get("family") or self.home, repr(given))
 
-    def _once(
-        self, key: tuple[Any, ...], trial: Trial, where: Case, work: Callable[[], _Value], *, verbs: bool = True
-    ) -> _Value:
-        """Do it once; what it returned or raised stays. Verbs are watched closely where acts are looked for."""
+    def _once(self, key: tuple[Any, ...], trial: Trial, where: Case, work: Callable[[], _Value]) -> _Value:
+        """Do it once; what it returned or raised stays. It is watched closely where acts are looked for."""
         if key not in self.kept:
-            closely = verbs and any(where is case("plain", family) for family in HOMES)
+            closely = any(where is case("plain", family) for family in HOMES)
             with left_behind(trial, where.moe), watching(self.files, closely=closely) as acts:
                 try:
                     self.kept[key] = work(), None
                 except (Exception, SystemExit) as error:  # noqa: BLE001  a method may raise anything
-                    self.kept[key] = None, self._named(error)
+                    self.kept[key] = None, self.named(error)
             trial.acts += acts
         value, failure = self.kept[key]
         if failure is not None:
@@ -324,7 +330,7 @@ class Subject:
         found: _Value = value
         return found
 
-    def _named(self, error: BaseException) -> Exception:
+    def named(self, error: BaseException) -> Exception:
         """Whatever the method raised, as a refusal or a fault with its line."""
         lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename in self.files]
         last = Path(traceback.extract_tb(error.__traceback__)[-1].filename).name
@@ -362,7 +368,8 @@ def _noting(
         read = [_Read(view.stats, call.asked) for view in ([views] if one else views)]
         shown = [_replace(view, stats) for view, stats in zip([views] if one else views, read, strict=True)]
         disguised = [change(view) for view in shown] if change is not None else list(shown)
-        before = copy.deepcopy(given)
+        facts = [(view.shape, view.convention) for view in shown]
+        before = copy.deepcopy((given, facts))
         started = time.process_time()
         try:
             call.answer = original(method, disguised[0] if one else disguised, given, **more)
@@ -371,8 +378,10 @@ def _noting(
             call.changed += [
                 name for stats in read for name, (now, then) in stats.handed.items() if not same(now, then)
             ]
-            if not same(given, before):
+            if not same(given, before[0]):
                 call.changed.append("budget" if verb == "select" else "pruned")
+            if not same(facts, before[1]):
+                call.changed.append("shape or convention")
         if change is not None and isinstance(call.answer, Mask):
             pruned = [layer.pruned for layer in call.answer.layers]
             return Mask.for_shapes(
@@ -384,29 +393,51 @@ def _noting(
 
 
 def _replace(view: LayerView, stats: Statistics) -> LayerView:
+    """The view with other statistics, and facts of its own: what a method does to them must not reach the next."""
     twin = copy.copy(view)
-    object.__setattr__(twin, "stats", stats)
+    facts = {"stats": stats, "shape": copy.deepcopy(view.shape), "convention": copy.deepcopy(view.convention)}
+    for name, value in facts.items():
+        object.__setattr__(twin, name, value)
     return twin
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values hold the same numbers, whatever they are made of."""
+    """Whether two values hold the same numbers, whatever they are made of; NaN is the same as NaN."""
     fine: bool
-    if type(one) is not type(other):
+    parts = _parts(one)
+    if one is other:
+        fine = True
+    elif type(one) is not type(other):
         fine = False
     elif isinstance(one, Tensor):
-        fine = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        fine = alike and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
     elif isinstance(one, np.ndarray):
-        fine = np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+        fine = np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     elif isinstance(one, Mapping):
         fine = list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     elif isinstance(one, list | tuple):
         fine = len(one) == len(other) and all(map(same, one, other))
-    elif hasattr(one, "__dict__"):
-        fine = same(vars(one), vars(other))
+    elif isinstance(one, float | np.floating):
+        fine = bool(one == other or (np.isnan(one) and np.isnan(other)))
     else:
-        fine = bool(one == other)
+        fine = bool(one == other) if parts is None else same(parts, _parts(other))
     return fine
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """What an object holds by name; None for one that holds nothing by name, such as a number or a set."""
+    if isinstance(value, Tensor | type):
+        return None
+    names = {name for kind in type(value).__mro__ for name in _slots(kind)} | set(getattr(value, "__dict__", ()))
+    parts = {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}
+    return parts if parts or hasattr(value, "__dict__") else None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    named = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in named if name not in {"__dict__", "__weakref__"})
 
 
 def _every_other(moe: MoEModel, budget: Budget) -> Mask:

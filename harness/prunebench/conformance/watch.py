@@ -4,17 +4,16 @@ Python's audit events and a profile function say what happens; an act is the met
 neither prunebench nor the import system stands between, since those act on its behalf. Nothing is prevented: this
 names what honest authors do by mistake and what careless ones try. It is no sandbox.
 
-Covered: what passes through Python's audit events (open, listing and changing folders, sockets, subprocesses, forks,
-frames, the garbage collector's lists, ctypes, environment and working directory), and in verbs and statistics threads,
-`time.sleep` and torch's backward, however they were imported. Not covered: what native code does by itself, os.stat,
-waiting on locks.
+Covered: what passes through Python's audit events (open, listing and changing folders, databases, sockets,
+subprocesses, forks, frames, the garbage collector's lists, ctypes, changes of environment and working directory), and,
+where it looks closely, threads, sleeping, polling, waiting on locks and signals, torch's backward, and files that torch
+reads without Python, however they were imported. Not covered: what other native code does by itself (such as calling
+`time.sleep` for `map`), os.stat, busy waiting.
 """
 
 from __future__ import annotations
 
-import _thread
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,20 @@ from typing import Any
 __all__ = ["Act", "watching"]
 
 _KINDS = {
-    "file": ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "glob."),
+    "file": (
+        *("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link"),
+        *(
+            "os.symlink",
+            "os.truncate",
+            "os.chmod",
+            "os.chown",
+            "os.utime",
+            "glob.",
+            "shutil.",
+            "tempfile.",
+            "sqlite3.connect",
+        ),
+    ),
     "socket": ("socket.", "urllib.", "http.", "ftplib.", "smtplib."),
     "process": (
         *("subprocess.", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "pty.", "ctypes."),
@@ -39,13 +51,23 @@ _KINDS = {
     ),
 }
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
-# Calls that raise no audit event in every version of Python; a profile function sees them.
-_CALLS: dict[Callable[..., Any], tuple[str, str]] = {
-    time.sleep: ("sleep", "time.sleep"),
-    _thread.start_new_thread: ("process", "a thread is started"),
+# Calls that raise no audit event in every version of Python; a profile function sees them. By name, as some of them are
+# methods of objects that have yet to be made. `wait` is what starting and joining threads does, too.
+_CALLS = {
+    **dict.fromkeys(("sleep", "select", "poll.poll", "epoll.poll"), "sleep"),
+    **dict.fromkeys(("pause", "sigwait", "sigwaitinfo", "sigtimedwait"), "sleep"),
+    **dict.fromkeys(("lock.acquire", "RLock.acquire", "SimpleQueue.get"), "wait"),
+    **dict.fromkeys(("start_new_thread", "start_joinable_thread", "fork_exec"), "process"),
+    **dict.fromkeys(("_VariableFunctionsClass.from_file", "StorageBase.from_file", "import_ir_module"), "file"),
 }
+_LAST_NAMES = frozenset(name.rpartition(".")[2] for name in _CALLS)
 # Modules through which a person looks at the stack; others look at it for reasons of their own.
 _LOOKERS = ("inspect.py", "traceback.py")
+# And one that does both: only who calls it for the frame itself looks.
+_LOGGING = "logging/__init__.py"
+_LINES = "linecache.py"
+# Modules whose waiting is their caller's; others hold locks for reasons of their own.
+_WAITERS = ("threading.py", "queue.py", "selectors.py", "connection.py", "futures/_base.py")
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
@@ -67,20 +89,31 @@ class _Watcher:
     def own_line(self, frame: FrameType | None, kind: str) -> int | None:
         """The line of the method's code that did it; None if it was not the method's."""
         while frame is not None:
-            name = frame.f_code.co_filename
+            name, caller = frame.f_code.co_filename, frame.f_back
             if name in self.files:
                 return frame.f_lineno
-            if name.startswith((_PACKAGE, "<frozen importlib")) or name.endswith("linecache.py"):
+            above = "" if caller is None else caller.f_code.co_filename
+            direct = above in self.files
+            if name.startswith(_PACKAGE) or _is_import(frame):
                 return None
-            if kind == "stack" and not name.endswith(_LOOKERS):
+            if name.endswith(_LINES) and not direct and above != name:  # for the text of a warning or an error
                 return None
-            frame = frame.f_back
+            if kind == "stack" and not name.endswith(_LOOKERS) and not (direct and name.endswith(_LOGGING)):
+                return None
+            if kind == "wait" and not name.endswith(_WAITERS):
+                return None
+            frame = caller
         return None
 
     def note(self, kind: str, what: str, frame: FrameType | None) -> None:
         line = self.own_line(frame, kind)
         if line is not None:
             self.acts.append(Act(kind, what, line))
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Whether an import statement reads what it needs; asked for by hand, the same machinery reads any file."""
+    return frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib")
 
 
 _watcher: _Watcher | None = None
@@ -135,8 +168,11 @@ def watching(files: frozenset[str], *, closely: bool = False) -> Iterator[list[A
     backward, watcher, outer = _backward(), _Watcher(files), _watcher
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument in _CALLS:
-            watcher.note(*_CALLS[argument], frame)
+        if event == "c_call" and getattr(argument, "__name__", "") in _LAST_NAMES:
+            name = argument.__qualname__
+            name = name.rpartition(".")[2] if name.startswith("pybind11_") else name
+            if name in _CALLS:
+                watcher.note(_CALLS[name], name, frame)
         elif event == "call" and frame.f_code in backward:
             watcher.note("gradient", f"torch.autograd.{frame.f_code.co_name}", frame)
 

@@ -18,14 +18,15 @@ from prunebench.errors import PruneBenchError
 from prunebench.fit import Fitted
 from prunebench.install import installed
 from prunebench.integrity import check_before_evaluation, check_counters, demand
-from prunebench.mask import Mask
+from prunebench.mask import Mask, canonical_json
 from prunebench.method import Replacements
 from prunebench.plan import make_plan
 from prunebench.replacement import Fill, Survivor
 
 __all__: list[str] = []
 
-_MOST_NUMBERS = 16  # in a fill's configuration; more are values
+_MOST_NUMBERS, _MOST_LETTERS = 16, 256  # in a fill's configuration; more are values
+_MOST_BYTES = 4  # of a value: wider ones hold two
 
 
 def _answers(subject: Subject) -> list[Replacements]:
@@ -38,7 +39,7 @@ def _fills(subject: Subject) -> Iterator[tuple[str, Fill]]:
     for number, answer in enumerate(_answers(subject)):
         for expert, given in sorted(answer.fills.items()):
             fill = given.fill if isinstance(given, Fitted) else given
-            if fill is not None and not isinstance(fill, Survivor):
+            if fill is not None and type(fill) is not Survivor:
                 yield f"{type(fill).__name__} of expert {expert}, layer {number + 1} of those pruned", fill
 
 
@@ -113,15 +114,25 @@ def check_fill_only_looks(subject: Subject) -> None:
 def check_declared_values(subject: Subject) -> None:
     """A fill declares as many values as it stores, and stores none in its configuration."""
     for where, fill in _fills(subject):
-        stored = sum(tensor.numel() for tensor in fill.state_dict().values())
-        hidden = len([one for one in _leaves(json.loads(json.dumps(fill.to_json()))) if type(one) in {int, float}])
-        if fill.values_stored() != stored or hidden > _MOST_NUMBERS:
+        state, text = fill.state_dict(), canonical_json(fill.to_json())
+        stored = sum(tensor.numel() for tensor in state.values())
+        hidden = sum(map(_words, _leaves(json.loads(text))))
+        wide = [f", {name} of {one.dtype}" for name, one in state.items() if one.element_size() > _MOST_BYTES]
+        if fill.values_stored() != stored or hidden > _MOST_NUMBERS or len(text) > _MOST_LETTERS or wide:
             raise Fault(
-                f"{fill.values_stored()} values declared, {stored} stored, {hidden} numbers in to_json",
+                f"{fill.values_stored()} values declared, {stored} stored{''.join(wide)}, "
+                f"{hidden} numbers and {len(text)} letters in to_json",
                 where=where,
-                expected="what is declared, and sizes only in to_json",
-                fix="register_buffer what is stored, and leave values_stored as it is",
+                expected=f"what is declared, in {_MOST_BYTES} bytes a value at most, and sizes only in to_json",
+                fix="register_buffer what is stored, in float32, and leave values_stored as it is",
             )
+
+
+def _words(value: Any) -> int:
+    """How many numbers a number holds: a whole one may hold any."""
+    if type(value) is int and value.bit_length() > 8 * _MOST_BYTES:
+        return _MOST_NUMBERS + 1
+    return int(type(value) in {int, float, bool})
 
 
 def _leaves(value: Any) -> Iterator[Any]:

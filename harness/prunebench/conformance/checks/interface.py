@@ -7,13 +7,14 @@ import dataclasses
 import inspect
 import json
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import prunebench
 from prunebench.calibration import Statistic
 from prunebench.calibration.score import distinct, settings_of
+from prunebench.conformance.code import foreign_imports, keys_on_sizes, private_names
 from prunebench.conformance.registry import check
 from prunebench.conformance.result import Fault
 from prunebench.conformance.subject import Subject
@@ -22,10 +23,6 @@ from prunebench.method import Method
 __all__: list[str] = []
 
 _VERBS = ("select", "replace", "route", "select_needs", "replace_needs", "check_model")
-# Attributes that lead behind an object's public face.
-_BEHIND = {"__dict__", "__globals__", "__closure__", "__subclasses__", "__code__", "__traceback__"}
-_LIBRARIES = {"torch", "np", "numpy", "self", "cls"}
-_SIZES = {"width", "experts", "index", "top_k", "groups", "model_shape", "shape"}
 
 
 @check("interface")
@@ -123,79 +120,49 @@ def check_needs(subject: Subject) -> None:
         distinct(first)
 
 
-def foreign_imports(tree: ast.Module, own: str = "") -> Iterator[tuple[int, str]]:
-    """(line, what) of each import that content files may not make.
-
-    Args:
-        tree: the file's code.
-        own: a package that the file is part of.
-    """
-    allowed = {"prunebench", "torch", "numpy", *([own] if own else [])} | sys.stdlib_module_names
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-            yield from ((node.lineno, name) for name in modules if name.partition(".")[0] not in allowed)
-            yield from ((node.lineno, name) for name in modules if name.startswith("prunebench."))
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or "."
-            if module.partition(".")[0] not in allowed or module.startswith("prunebench."):
-                yield node.lineno, module
-            elif module == "prunebench":
-                names = [alias.name for alias in node.names if alias.name not in prunebench.__all__]
-                yield from ((node.lineno, f"prunebench.{name}") for name in names)
-
-
 @check("interface")
 def check_imports(subject: Subject) -> None:
     """A method imports prunebench's public names, torch, numpy and the standard library."""
     package = "" if len(subject.files) == 1 else type(subject.method).__module__.partition(".")[0]
-    for line, module in foreign_imports(subject.tree, package):
+    for path, line, module in _read(subject, partial(foreign_imports, own=package)):
         raise Fault(
             f"it imports {module}",
-            where=f"{subject.source.path.name}:{line}",
+            where=f"{path.name}:{line}",
             expected="`from prunebench import NAME` of public names, torch, numpy, the standard library",
             fix="do without it",
             instead="if others need it too, propose it for the package",
         )
 
 
-def _is_private(node: ast.Attribute) -> bool:
-    root: ast.AST = node.value
-    while isinstance(root, ast.Attribute):
-        root = root.value
-    at_home = isinstance(root, ast.Name) and root.id in _LIBRARIES
-    hidden = node.attr.startswith("_") and not node.attr.startswith("__")
-    return node.attr in _BEHIND or (hidden and not at_home)
-
-
 @check("interface")
 def check_no_private_names(subject: Subject) -> None:
     """A method uses what it is handed by its public names only."""
-    for node in ast.walk(subject.tree):
-        if isinstance(node, ast.Attribute) and _is_private(node):
-            raise Fault(
-                f"it reads .{node.attr} of something that it does not own",
-                where=f"{subject.source.path.name}:{node.lineno}",
-                expected="public names: a method sees layers, never the model behind them",
-                fix="use LayerView's stats, weights, router_rows_ED and expert",
-                instead="ask for what is missing in an issue",
-            )
+    for path, line, name in _read(subject, private_names):
+        raise Fault(
+            f"it reads {name} of something that it does not own",
+            where=f"{path.name}:{line}",
+            expected="public names: a method sees layers, never the model behind them",
+            fix="use LayerView's stats, weights, router_rows_ED and expert",
+            instead="ask for what is missing in an issue",
+        )
 
 
 @check("interface")
 def check_no_key_on_sizes(subject: Subject) -> None:
     """A method does not tell models apart by their sizes."""
-    for node in ast.walk(subject.tree):
-        if not isinstance(node, ast.Compare | ast.Dict | ast.Subscript | ast.Match):
-            continue
-        inside = list(ast.walk(node))
-        names = {one.attr for one in inside if isinstance(one, ast.Attribute)} & _SIZES
-        numbers = [one.value for one in inside if isinstance(one, ast.Constant) and type(one.value) is int]
-        if names and any(number > 4 for number in numbers):
-            raise Fault(
-                f"it looks for {', '.join(sorted(names))} of {max(numbers)}",
-                where=f"{subject.source.path.name}:{node.lineno}",
-                expected="one rule for models of all sizes",
-                fix="score experts by what they compute",
-                instead="make the number a parameter, which is recorded",
-            )
+    for path, line, what in _read(subject, keys_on_sizes):
+        raise Fault(
+            f"it looks for {what}",
+            where=f"{path.name}:{line}",
+            expected="one rule for models of all sizes",
+            fix="score experts by what they compute",
+            instead="make the number a parameter, which is recorded",
+        )
+
+
+def _read(
+    subject: Subject, reader: Callable[[ast.Module], Iterator[tuple[int, str]]]
+) -> Iterator[tuple[Path, int, str]]:
+    """(file, line, what) of what a reader finds in the method's files."""
+    for path, tree in subject.trees.items():
+        yield from ((path, line, what) for line, what in reader(tree))

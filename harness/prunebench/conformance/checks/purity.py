@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import torch
 
+from prunebench.conformance.code import looks_around
 from prunebench.conformance.fresh import in_fresh_process
 from prunebench.conformance.registry import check
 from prunebench.conformance.result import Fault, NotApplicable
@@ -107,14 +108,21 @@ def check_no_processes(subject: Subject) -> None:
 
 @check("purity", after=("runs",))
 def check_no_call_stack(subject: Subject) -> None:
-    """Nobody looks who is calling: the model's name is on that stack."""
-    _no_acts(subject, "stack", "answers that depend on layers only", "use what LayerView shows")
+    """Nobody looks who is calling, or how: the model's name is on that stack, and on the command line."""
+    expected, fix = "answers that depend on layers only", "use what LayerView shows"
+    _no_acts(subject, "stack", expected, fix)
+    for path, tree in subject.trees.items():
+        for line, what in looks_around(tree):
+            raise Fault(f"it reads {what}", where=f"{path.name}:{line}", expected=expected, fix=fix)
 
 
 @check("purity", after=("runs",))
 def check_no_sleep(subject: Subject) -> None:
     """Nothing waits."""
-    _no_acts(subject, "sleep", "no waiting: costs are measured", "leave it out")
+    expected, fix = "no waiting: costs are measured", "leave it out"
+    _no_acts(subject, "sleep", expected, fix)
+    if not any(act.kind == "process" for act in subject.trial().acts):  # which waits for what it has started
+        _no_acts(subject, "wait", expected, fix)
 
 
 @check("purity", after=("runs",))
