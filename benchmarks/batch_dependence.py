@@ -1,10 +1,10 @@
 """What the batch does to scores and texts of one model: rounding differs between batches, most of all in bfloat16.
 
-    python benchmarks/batch_dependence.py MODEL [--dtype bfloat16] [--limit 40] [--small 1] [--data FOLDER]
+    python benchmarks/batch_dependence.py MODEL [--dtype bfloat16] [--limit 40] [--small 1] [--data FOLDER] [--scorer …]
 
 Every question is asked in small batches and in large ones: how many log-likelihoods differ and by how much,
 predictions that flip, ties at the stored digit; and how many greedy texts differ. On the tiny world's suites, or with
---data on ARC-Easy and GSM8K.
+--data on ARC-Easy and GSM8K. With --scorer prefix, small and large pieces are compared.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from prunebench.evaluate import Evaluation
 from prunebench.loader import load_suite, resolve_model
 from prunebench.moe import load_model, quiet_libraries
 from prunebench.run.sources import ModelFiles
+from prunebench.suite import SCORERS
 
 
 def measured(name: str, evaluations: list[Evaluation], tasks: tuple[str, ...] | None = None) -> list[list[Any]]:
@@ -42,13 +43,14 @@ def main() -> int:
     parser.add_argument("--small", type=int, default=1, help="tokens of a small batch; 1 is one request at a time")
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--scorer", default="batched", choices=SCORERS)
     options = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
     source = resolve_model(options.model)
     loaded = load_model(source.name, ModelFiles.of(source).folder, device=options.device, dtype=options.dtype)
     evaluations = [
-        Evaluation(loaded.moe.model, loaded.tokenizer, tokens, options.limit)
+        Evaluation(loaded.moe.model, loaded.tokenizer, tokens, options.limit, scorer=options.scorer)
         for tokens in (options.small, options.batch_tokens)
     ]
     public = options.data is not None

@@ -203,6 +203,11 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--truncate", action="store_true", help="cut prompts that do not fit; counted (default: an error)"
     )
     parser.add_argument("--chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
+    parser.add_argument(
+        "--scorer",
+        choices=["batched", "prefix"],
+        help="batched: each request on its own; prefix: what requests begin with once (default: each suite's own)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
 
 
@@ -258,7 +263,7 @@ def _write(*texts: str) -> None:
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
     names = (
         *("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local"),
-        *("sampling", "truncate", "chat_template"),
+        *("sampling", "truncate", "chat_template", "scorer"),
     )
     return {name: getattr(options, name) for name in names}
 

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Evaluation
     from prunebench.record import Item
 
-__all__ = ["BosRule", "DataSuite", "Suite", "TaskFile", "suite_content"]
+__all__ = ["SCORERS", "BosRule", "DataSuite", "Suite", "TaskFile", "suite_content"]
 
 
 BosRule = Literal["always", "tokenizer"]
+SCORERS = ("batched", "prefix")
+"""How requests share forward passes: in padded batches, each on its own; or what they begin with together once."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Suite(ABC):
         needs_dense: whether `run` compares with the unpruned model.
         bos: `always`, one BOS before every text if the tokenizer has one; or `tokenizer`, only where the tokenizer
             itself puts one before a text, as lm-eval does.
+        scorer: of `SCORERS`, unless a run asks for another; with `prefix`, an architecture that does not take it is
+            scored by `batched`.
     """
 
     name: ClassVar[str]
@@ -107,10 +111,15 @@ class Suite(ABC):
     shots: ClassVar[int | None] = None
     needs_dense: ClassVar[bool] = False
     bos: ClassVar[BosRule] = "always"
+    scorer: ClassVar[str] = "batched"
 
     def shots_of(self, config: Mapping[str, Any]) -> int:
         """How many few-shot examples a task has."""
         return int(config.get("num_fewshot") or 0) if self.shots is None else self.shots
+
+    def scored_by(self, asked: str | None) -> str:
+        """The scorer under which the suite is asked, where a run may ask for another than its own."""
+        return asked or self.scorer
 
     @property
     def file(self) -> Path:
@@ -167,6 +176,7 @@ class DataSuite(Suite):
     """
 
     bos = "tokenizer"
+    scorer = "prefix"
     data_name: ClassVar[str]
     default_source: ClassVar[str] = ""
     source: str | None = None

@@ -188,6 +188,14 @@ def test_other_scoring_rules_are_refused(pair):
         compare(*pair)
 
 
+def test_another_scorer_is_refused_for_its_suites_alone(pair):
+    pair[1].record["identity"]["scorer"] = {"gsm8k": "prefix"}
+    compare(*pair)
+    pair[1].record["identity"]["scorer"] = {"arithmetic": "prefix"}
+    with pytest.raises(UsageError, match=r"arithmetic differs in scorer \(batched and prefix\)"):
+        compare(*pair)
+
+
 def test_a_suite_of_one_run_only_is_refused_unless_not_asked_for(factory, make):
     items = factory.make_items(n=3)
     fewer = make([i for i in items if i.suite != "perplexity"], mask="fewer")

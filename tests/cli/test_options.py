@@ -19,6 +19,7 @@ MACHINE = {
     "--sampling",
     "--truncate",
     "--chat-template",
+    "--scorer",
     "--dry-run",
 }
 

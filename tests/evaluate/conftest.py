@@ -100,3 +100,9 @@ def any_model(request):
 def new_model():
     """The factory of models: family, seed, length."""
     return make_model
+
+
+@pytest.fixture(params=["batched", "prefix"])
+def scorer(request):
+    """Each of the scorers."""
+    return request.param

@@ -37,22 +37,24 @@ def cut(text, stops):
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 120, 100_000])
-def test_text_equals_transformers_generate_cut_at_the_earliest_stop(any_model, tokenizer, batch_tokens):
+def test_text_equals_transformers_generate_cut_at_the_earliest_stop(any_model, tokenizer, batch_tokens, scorer):
     prompts = some_prompts(count=8)
     full = [by_transformers(any_model, tokenizer, prompt) for prompt in prompts]
     # Stop strings that really occur, inside and across tokens; no unfinished character, which more tokens may finish.
     candidates = {text[at : at + size] for text in full[:5] for at, size in ((4, 2), (7, 1))}
     stops = tuple(sorted(stop for stop in candidates if stop and "\ufffd" not in stop))[:4]
     prompts = [prompt._replace(until=stops) for prompt in prompts]
-    results = Evaluation(any_model, tokenizer, batch_tokens).generate(prompts)
+    results = Evaluation(any_model, tokenizer, batch_tokens, scorer=scorer).generate(prompts)
     assert [result.text for result in results] == [cut(text, stops) for text in full]
     for result, text in zip(results, full, strict=True):
         assert (result.finish == "stop") == any(stop in text for stop in stops)
 
 
-def test_batch_size_one_and_many_give_the_same_text_in_float32(any_model, tokenizer):
+def test_batch_size_one_and_many_give_the_same_text_in_float32(any_model, tokenizer, scorer):
     prompts = some_prompts(until=("a",), limit=24)
-    one, some, all_at_once = (Evaluation(any_model, tokenizer, size).generate(prompts) for size in (1, 200, 100_000))
+    one, some, all_at_once = (
+        Evaluation(any_model, tokenizer, size, scorer=scorer).generate(prompts) for size in (1, 200, 100_000)
+    )
     assert one == some == all_at_once
     assert len({result.finish for result in one}) > 1
 
@@ -72,18 +74,18 @@ def test_batches_do_not_depend_on_the_answers(new_model, tokenizer):
     assert len({rows for rows, _ in shapes[0]}) > 1
 
 
-def test_the_end_token_ends_a_text_and_is_no_part_of_it(new_model, tokenizer):
+def test_the_end_token_ends_a_text_and_is_no_part_of_it(new_model, tokenizer, scorer):
     model = new_model()
     with torch.no_grad():
         model.lm_head.weight.zero_()  # all logits equal: argmax takes id 0, the end token
-    assert Evaluation(model, tokenizer).generate(some_prompts(count=2)) == [Generation("", "eos", 0)] * 2
+    assert Evaluation(model, tokenizer, scorer=scorer).generate(some_prompts(count=2)) == [Generation("", "eos", 0)] * 2
 
 
-def test_generation_uses_the_models_whole_length_and_no_more(new_model, tokenizer):
+def test_generation_uses_the_models_whole_length_and_no_more(new_model, tokenizer, scorer):
     model = new_model(length=16)
     model.generation_config.eos_token_id = 399
     prompt = Prompt("Mara has stones", (), 50)
-    (result,) = Evaluation(model, tokenizer).generate([prompt])
+    (result,) = Evaluation(model, tokenizer, scorer=scorer).generate([prompt])
     used = 1 + len(tokenizer.encode(prompt.text))
     if result.finish == "length":
         assert result.tokens == 16 - used + 1
@@ -130,8 +132,8 @@ def test_the_earliest_stop_string_by_text_ends_it(pieces, stops, text, finish):
         ({"until": [""]}, ("",), 256),
     ],
 )
-def test_lm_evals_generation_settings_are_understood(model, tokenizer, settings, until, limit):
+def test_lm_evals_generation_settings_are_understood(model, tokenizer, settings, until, limit, *, scorer):
     prompt = prompt_of("Mara", settings, "item")
     assert prompt == Prompt("Mara", until, limit, "item")
-    (result,) = Evaluation(model, tokenizer).generate([prompt._replace(max_tokens=2)])
+    (result,) = Evaluation(model, tokenizer, scorer=scorer).generate([prompt._replace(max_tokens=2)])
     assert result.tokens <= 2

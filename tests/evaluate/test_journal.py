@@ -48,8 +48,8 @@ def ask_all(evaluation):
     ]
 
 
-def evaluation(model, tokenizer, journal):
-    return Evaluation(model, tokenizer, 60, journal=journal)
+def evaluation(model, tokenizer, journal, scorer):
+    return Evaluation(model, tokenizer, 60, journal=journal, scorer=scorer)
 
 
 def counted(model):
@@ -58,48 +58,50 @@ def counted(model):
     return calls, handle
 
 
-def test_a_rerun_computes_nothing_and_gives_the_same_to_the_bit(model, tokenizer, tmp_path, kept):
-    plain = ask_all(Evaluation(model, tokenizer, 60))
+def test_a_rerun_computes_nothing_and_gives_the_same_to_the_bit(model, tokenizer, tmp_path, kept, scorer):
+    plain = ask_all(Evaluation(model, tokenizer, 60, scorer=scorer))
     journal = kept()
-    assert ask_all(evaluation(model, tokenizer, journal)) == plain
+    assert ask_all(evaluation(model, tokenizer, journal, scorer)) == plain
     journal.close()
     calls, handle = counted(model)
     again = kept()
-    assert ask_all(evaluation(model, tokenizer, again)) == plain
+    assert ask_all(evaluation(model, tokenizer, again, scorer)) == plain
     handle.remove()
     assert not calls
-    assert again.served > 3
+    assert again.served >= 3  # one of each kind at least
     again.forget()
     assert not (tmp_path / "j").exists()
 
 
-def test_a_journal_cut_anywhere_goes_on_behind_its_last_whole_batch(model, tokenizer, tmp_path, kept):
+def test_a_journal_cut_anywhere_goes_on_behind_its_last_whole_batch(model, tokenizer, tmp_path, kept, scorer):
     journal = kept()
-    plain = ask_all(evaluation(model, tokenizer, journal))
+    plain = ask_all(evaluation(model, tokenizer, journal, scorer))
     journal.close()
     content = (tmp_path / "j").read_bytes()
     for size in (0, 10, len(content) // 3, len(content) // 2, len(content) - 1):
         (tmp_path / "j").write_bytes(content[:size])
         calls, handle = counted(model)
         resumed = kept()
-        assert ask_all(evaluation(model, tokenizer, resumed)) == plain
+        assert ask_all(evaluation(model, tokenizer, resumed, scorer)) == plain
         resumed.close()
         handle.remove()
         assert calls, size
         assert (tmp_path / "j").read_bytes() == content
 
 
-def test_another_model_is_never_served(model, new_model, tokenizer, tmp_path, kept):
+def test_another_model_is_never_served(model, new_model, tokenizer, tmp_path, kept, *, scorer):
     other = new_model(seed=7)
     journal = kept("weights of one")
-    ask_all(evaluation(model, tokenizer, journal))
+    ask_all(evaluation(model, tokenizer, journal, scorer))
     journal.close()
     journal = kept("weights of another")
-    assert ask_all(evaluation(other, tokenizer, journal)) == ask_all(Evaluation(other, tokenizer, 60))
+    assert ask_all(evaluation(other, tokenizer, journal, scorer)) == ask_all(
+        Evaluation(other, tokenizer, 60, scorer=scorer)
+    )
 
 
 @pytest.mark.parametrize("changed", ["text", "stop", "seed", "batch"])
-def test_a_changed_request_is_asked_anew_and_so_is_all_behind_it(model, tokenizer, tmp_path, changed, kept):
+def test_a_changed_request_is_asked_anew_and_so_is_all_behind_it(model, tokenizer, tmp_path, changed, kept, *, scorer):
     def ask(journal, *, change):
         text, stop, seed = "Mara", "a", 0
         if change:
@@ -107,7 +109,7 @@ def test_a_changed_request_is_asked_anew_and_so_is_all_behind_it(model, tokenize
                 changed, (text, stop, seed)
             )
         tokens = 40 if change and changed == "batch" else 60
-        one = Evaluation(model, tokenizer, tokens, journal=journal)
+        one = Evaluation(model, tokenizer, tokens, journal=journal, scorer=scorer)
         prompts = [Prompt(f"{text} {n}", (stop,), 6, sampling=Sampling(seed=seed)) for n in range(6)]
         return one.generate(prompts), one.loglikelihood([Pair("a", " b")])
 

@@ -60,9 +60,9 @@ def test_each_token_is_drawn_exactly_as_often_as_transformers_warpers_would_have
         assert expected_V[draw(logits_V, sampling, uniform)] > 0
 
 
-def test_draws_do_not_depend_on_batches_and_do_on_seed_prompt_and_sample(model, tokenizer):
+def test_draws_do_not_depend_on_batches_and_do_on_seed_prompt_and_sample(model, tokenizer, scorer):
     def texts(tokens, prompts):
-        return [generation.text for generation in Evaluation(model, tokenizer, tokens).generate(prompts)]
+        return [generation.text for generation in Evaluation(model, tokenizer, tokens, scorer=scorer).generate(prompts)]
 
     prompts = some_prompts(Sampling(seed=3))
     one = texts(1, prompts)
@@ -73,11 +73,13 @@ def test_draws_do_not_depend_on_batches_and_do_on_seed_prompt_and_sample(model, 
     assert len(set(texts(150, [prompts[0]._replace(sample=n) for n in range(8)]))) > 4
 
 
-def test_the_likeliest_token_alone_is_greedy_and_greedy_prompts_may_stand_beside(model, tokenizer):
-    greedy = [g.text for g in Evaluation(model, tokenizer, 200).generate(some_prompts(None))]
-    assert [g.text for g in Evaluation(model, tokenizer, 200).generate(some_prompts(Sampling(top_k=1)))] == greedy
+def test_the_likeliest_token_alone_is_greedy_and_greedy_prompts_may_stand_beside(model, tokenizer, scorer):
+    greedy = [g.text for g in Evaluation(model, tokenizer, 200, scorer=scorer).generate(some_prompts(None))]
+    assert [
+        g.text for g in Evaluation(model, tokenizer, 200, scorer=scorer).generate(some_prompts(Sampling(top_k=1)))
+    ] == greedy
     mixed = [p for pair in zip(some_prompts(None), some_prompts(Sampling(seed=9)), strict=True) for p in pair]
-    assert [g.text for g in Evaluation(model, tokenizer, 200).generate(mixed)][::2] == greedy
+    assert [g.text for g in Evaluation(model, tokenizer, 200, scorer=scorer).generate(mixed)][::2] == greedy
 
 
 @pytest.mark.parametrize(
@@ -132,19 +134,22 @@ def poisoned(model, value, only_after=0):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampling", [None, Sampling()])
-def test_a_generation_with_nan_or_infinite_logits_ends_as_invalid(new_model, tokenizer, value, sampling):
+def test_a_generation_with_nan_or_infinite_logits_ends_as_invalid(new_model, tokenizer, value, sampling, scorer):
     model = new_model()
     model.generation_config.eos_token_id = None
-    plain = Evaluation(model, tokenizer).generate(some_prompts(sampling, 3))
+    plain = Evaluation(model, tokenizer, scorer=scorer).generate(some_prompts(sampling, 3))
     poisoned(model, value, only_after=3)
-    results = Evaluation(model, tokenizer).generate(some_prompts(sampling, 3))
+    results = Evaluation(model, tokenizer, scorer=scorer).generate(some_prompts(sampling, 3))
     assert {result.finish for result in results} == {"invalid"}
     for result, whole in zip(results, plain, strict=True):
         assert result.tokens == 3
         assert whole.text.startswith(result.text.rstrip("\ufffd"))
 
 
-def test_an_impossible_token_is_no_fault(new_model, tokenizer):
+def test_an_impossible_token_is_no_fault(new_model, tokenizer, scorer):
     model = new_model()
     poisoned(model, float("-inf"))
-    assert {g.finish for g in Evaluation(model, tokenizer).generate(some_prompts(None, 4))} <= {"eos", "length"}
+    assert {g.finish for g in Evaluation(model, tokenizer, scorer=scorer).generate(some_prompts(None, 4))} <= {
+        "eos",
+        "length",
+    }

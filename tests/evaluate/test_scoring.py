@@ -37,9 +37,9 @@ def direct(model, tokens, scored_from):
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 150, 100_000])
-def test_loglikelihoods_equal_an_unbatched_float64_computation(any_model, tokenizer, batch_tokens):
+def test_loglikelihoods_equal_an_unbatched_float64_computation(any_model, tokenizer, batch_tokens, scorer):
     pairs = some_pairs()
-    scores = Evaluation(any_model, tokenizer, batch_tokens).loglikelihood(pairs)
+    scores = Evaluation(any_model, tokenizer, batch_tokens, scorer=scorer).loglikelihood(pairs)
     for pair, score in zip(pairs, scores, strict=True):
         context = tokenizer.encode(pair.context) if pair.context else []
         whole = tokenizer.encode(pair.context + pair.continuation)
@@ -48,8 +48,8 @@ def test_loglikelihoods_equal_an_unbatched_float64_computation(any_model, tokeni
         assert (score.is_greedy, score.tokens) == (greedy, len(whole) - len(context))
 
 
-def test_a_greedy_continuation_is_flagged_and_only_that(model, tokenizer):
-    evaluation = Evaluation(model, tokenizer)
+def test_a_greedy_continuation_is_flagged_and_only_that(model, tokenizer, scorer):
+    evaluation = Evaluation(model, tokenizer, scorer=scorer)
     contexts = [f"Mara has {n} stones" for n in range(12)]
     produced = evaluation.generate([Prompt(context, (), 3) for context in contexts])
     pairs = [Pair(c, g.text) for c, g in zip(contexts, produced, strict=True)]
@@ -77,7 +77,7 @@ def hflm(model, tokenizer, length=128):
 
 
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
-def test_lm_evals_hflm_gives_the_same_loglikelihoods_and_choices(new_model, tokenizer_adding_bos, family):
+def test_lm_evals_hflm_gives_the_same_loglikelihoods_and_choices(new_model, tokenizer_adding_bos, family, scorer):
     from lm_eval.api.instance import Instance
 
     model, rng = new_model(family, seed=2), random.Random(3)
@@ -85,7 +85,7 @@ def test_lm_evals_hflm_gives_the_same_loglikelihoods_and_choices(new_model, toke
     pairs = [Pair(context, " " + some_text(rng, 1, 4)) for context in contexts for _ in range(4)]
     requests = [Instance("loglikelihood", {}, (pair.context, pair.continuation), 0) for pair in pairs]
     theirs = hflm(model, tokenizer_adding_bos).loglikelihood(requests, disable_tqdm=True)
-    ours = Evaluation(model, tokenizer_adding_bos, 300).loglikelihood(pairs)
+    ours = Evaluation(model, tokenizer_adding_bos, 300, scorer=scorer).loglikelihood(pairs)
     their_ll, our_ll = np.array([ll for ll, _ in theirs]), np.array([score.loglikelihood for score in ours])
     assert np.abs(their_ll - our_ll).max() < 1e-4
     assert [greedy for _, greedy in theirs] == [score.is_greedy for score in ours]
@@ -96,12 +96,12 @@ def test_lm_evals_hflm_gives_the_same_loglikelihoods_and_choices(new_model, toke
 
 
 @pytest.mark.parametrize("length", [16, 128])
-def test_rolling_equals_a_direct_computation_and_lm_evals(new_model, tokenizer, length):
+def test_rolling_equals_a_direct_computation_and_lm_evals(new_model, tokenizer, length, scorer):
     from lm_eval.api.instance import Instance
 
     model, rng = new_model(length=length), random.Random(4)
     texts = [some_text(rng, 1, 20) for _ in range(8)]
-    ours = Evaluation(model, tokenizer, 200).rolling([Passage(text) for text in texts])
+    ours = Evaluation(model, tokenizer, 200, scorer=scorer).rolling([Passage(text) for text in texts])
     requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
     theirs = hflm(model, tokenizer, length).loglikelihood_rolling(requests, disable_tqdm=True)
     for text, our, their in zip(texts, ours, theirs, strict=True):
@@ -121,41 +121,43 @@ def test_rolling_equals_a_direct_computation_and_lm_evals(new_model, tokenizer, 
             assert our.loglikelihood == pytest.approx(first + rest, abs=1e-4)
 
 
-def test_exactly_one_bos_whether_the_tokenizer_adds_one_or_not(model, tokenizer, tokenizer_adding_bos):
+def test_exactly_one_bos_whether_the_tokenizer_adds_one_or_not(model, tokenizer, tokenizer_adding_bos, scorer):
     pairs = some_pairs(10)
     assert tokenizer_adding_bos.encode("Mara")[0] == 0
-    one, other = (Evaluation(model, each).loglikelihood(pairs) for each in (tokenizer, tokenizer_adding_bos))
+    one, other = (
+        Evaluation(model, each, scorer=scorer).loglikelihood(pairs) for each in (tokenizer, tokenizer_adding_bos)
+    )
     assert one == other
     assert bos_policy(tokenizer) == bos_policy(tokenizer_adding_bos) == "one bos (id 0) before every text"
 
 
-def test_spaces_that_end_a_context_belong_to_the_continuation(model, tokenizer):
-    evaluation = Evaluation(model, tokenizer)
+def test_spaces_that_end_a_context_belong_to_the_continuation(model, tokenizer, scorer):
+    evaluation = Evaluation(model, tokenizer, scorer=scorer)
     moved, plain = evaluation.loglikelihood([Pair("Mara has ", "stones"), Pair("Mara has", " stones")])
     assert moved == plain
 
 
-def test_a_token_that_spans_context_and_continuation_is_scored_apart(model, tokenizer):
+def test_a_token_that_spans_context_and_continuation_is_scored_apart(model, tokenizer, scorer):
     context, continuation = next(
         (word[:cut], word[cut:])
         for word in (" stones", "Question", " return", "Answer")
         for cut in range(2, len(word))
         if len(tokenizer.encode(word)) <= len(tokenizer.encode(word[:cut]))
     )
-    (score,) = Evaluation(model, tokenizer).loglikelihood([Pair(context, continuation)])
+    (score,) = Evaluation(model, tokenizer, scorer=scorer).loglikelihood([Pair(context, continuation)])
     tokens = [0, *tokenizer.encode(context), *tokenizer.encode(continuation)]
     assert score.loglikelihood == pytest.approx(direct(model, tokens, len(tokens) - score.tokens)[0], abs=5e-5)
 
 
-def test_two_evaluations_are_equal_to_the_last_bit(model, tokenizer):
+def test_two_evaluations_are_equal_to_the_last_bit(model, tokenizer, scorer):
     pairs = some_pairs()
-    assert Evaluation(model, tokenizer, 200).loglikelihood(pairs) == Evaluation(model, tokenizer, 200).loglikelihood(
-        pairs
-    )
+    assert Evaluation(model, tokenizer, 200, scorer=scorer).loglikelihood(pairs) == Evaluation(
+        model, tokenizer, 200, scorer=scorer
+    ).loglikelihood(pairs)
 
 
-def test_what_does_not_fit_is_an_error_that_names_the_item(new_model, tokenizer):
-    evaluation = Evaluation(new_model(length=16), tokenizer)
+def test_what_does_not_fit_is_an_error_that_names_the_item(new_model, tokenizer, scorer):
+    evaluation = Evaluation(new_model(length=16), tokenizer, scorer=scorer)
     long = "stones " * 30
     with pytest.raises(UsageError, match=r"item 7.*1 to 16 tokens"):
         evaluation.loglikelihood([Pair("short", " one"), Pair(long, " x", "item 7")])
@@ -199,9 +201,11 @@ def test_an_impossible_setting_is_refused(model, tokenizer, wrong):
         dataclasses.replace(Evaluation(model, tokenizer), **wrong)
 
 
-def test_progress_counts_up_to_all_requests(model, tokenizer):
+def test_progress_counts_up_to_all_requests(model, tokenizer, scorer):
     told = []
-    Evaluation(model, tokenizer, 100, progress=lambda *what: told.append(what)).loglikelihood(some_pairs(20))
+    Evaluation(model, tokenizer, 100, progress=lambda *what: told.append(what), scorer=scorer).loglikelihood(
+        some_pairs(20)
+    )
     assert told[-1] == ("score", 20, 20)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 

@@ -13,7 +13,7 @@ from prunebench import cli
 from prunebench.analysis.recompute import recompute
 from prunebench.board import load_runs
 from prunebench.errors import UsageError
-from prunebench.evaluate import Evaluation
+from prunebench.evaluate import Evaluation, sharing, walks
 from prunebench.items import items_to_table
 from prunebench.record import comparable, read_run, write_run
 from prunebench.run import Session
@@ -55,6 +55,9 @@ def test_a_pruned_run_on_every_kind_of_suite_agrees_with_its_items(ask, tmp_path
     assert record["evaluation"]["decoding"] == "greedy"
     assert record["evaluation"]["chat_template"] is None
     assert record["evaluation"]["too_long"] == "an error"
+    shared = dict.fromkeys(("hellaswag", "held_out", "wikitext", "gsm8k"), "prefix")
+    assert record["identity"]["scorer"] == shared  # both models of a fidelity read the same batch
+    assert record["evaluation"]["scorer"] == {"suites": shared, "piece_tokens": 512}
     report = recompute(outcome.run)
     assert report.agrees
     assert sum(cell.agree for cell in report.cells) == len(outcome.run.items)
@@ -87,7 +90,8 @@ class Stop(Exception):  # noqa: N818  no error: what a signal does
     pass
 
 
-def test_a_killed_evaluation_goes_on_where_it_was_and_gives_the_same_record(ask, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("scorer", "asked"), [("batched", "score"), ("prefix", "walk")])
+def test_a_killed_evaluation_goes_on_where_it_was_and_gives_the_same_record(ask, tmp_path, monkeypatch, scorer, asked):
     """Killed in the first suite, between the two, and when all items are there but the last proof is not."""
     batches: list[str] = []
     through = Evaluation._through
@@ -103,15 +107,17 @@ def test_a_killed_evaluation_goes_on_where_it_was_and_gives_the_same_record(ask,
         return through(self, kind, asked, counted)
 
     monkeypatch.setattr(Evaluation, "_through", dying)
+    monkeypatch.setattr(walks, "REPEATED", 1)  # so that a few hand-written questions are several walks
 
     def execute(folder):
         batches.clear()
-        return Session(tmp_path / folder).execute(ask("hellaswag", "fidelity", batch_tokens=512)).run
+        arm = ask("hellaswag", "fidelity", batch_tokens=512 if scorer == "batched" else 256, scorer=scorer)
+        return Session(tmp_path / folder).execute(arm).run
 
     whole = execute("whole")
     total, kinds = len(batches), list(batches)
     items = (total + 1) // 3  # each question is asked once, and twice more to see that the answer is the same
-    assert kinds[:items].count("score") > 1
+    assert kinds[:items].count(asked) > 1
     assert kinds[:items].count("fidelity") > 1
     assert not list((tmp_path / "whole").rglob("answers-*"))
     for when in (1, kinds.index("fidelity"), items):
@@ -143,6 +149,7 @@ def test_settings_that_change_outcomes_are_part_of_the_identity_and_of_the_folde
     folders, identities = {plain.spec.folder}, [plain.known]
     for changes in (
         {"truncate": True},
+        {"scorer": "batched"},
         {"sampling": "temperature=0.7,n=2"},
         {"sampling": "temperature=0.7,n=2,seed=1"},
     ):
@@ -164,16 +171,19 @@ def test_sampled_generations_are_recorded_and_decided_again(ask, tmp_path):
     assert recompute(outcome.run).agrees
 
 
-def test_nan_in_a_choice_flags_the_run_and_keeps_it_off_the_board(ask, tmp_path, monkeypatch):
-    score = Evaluation._score_batch
+@pytest.mark.parametrize("scorer", ["batched", "prefix"])
+def test_nan_in_a_choice_flags_the_run_and_keeps_it_off_the_board(ask, tmp_path, monkeypatch, scorer):
+    owner, name = {"batched": (Evaluation, "_score_batch"), "prefix": (sharing, "_scored")}[scorer]
+    score = getattr(owner, name)
 
-    def poisoned(self, rows):
-        logprobs, greedy = score(self, rows)
-        logprobs[0] = float("nan")
-        return logprobs, greedy
+    def poisoned(*given):
+        scored = score(*given)
+        scored[0][0] = float("nan")
+        return scored
 
-    monkeypatch.setattr(Evaluation, "_score_batch", poisoned)
-    outcome = Session(tmp_path).execute(ask("hellaswag", batch_tokens=100_000))
+    monkeypatch.setattr(owner, name, poisoned)
+    monkeypatch.setattr(sharing, "PIECE_TOKENS", {"cpu": 100_000})
+    outcome = Session(tmp_path).execute(ask("hellaswag", batch_tokens=100_000, scorer=scorer))
     assert outcome.run.invalid == 1
     assert outcome.run.record["evaluation"]["items"]["hellaswag"]["invalid"] == 1
     assert recompute(outcome.run).agrees
@@ -232,3 +242,39 @@ def test_a_record_whose_numbers_are_not_its_items_does_not_pass(ask, tmp_path):
 
 def test_suites_of_the_tiny_world_say_nothing_new(spec, suite, tmp_path):
     assert "evaluation" not in Session(tmp_path).execute(prepare(spec())).run.record
+
+
+def test_an_identity_states_a_scorer_only_where_it_is_not_the_batched_one(ask, spec):
+    assert ask("gsm8k").known["scorer"] == {"gsm8k": "prefix"}
+    assert "scorer" not in ask("gsm8k", scorer="batched").known
+    assert "scorer" not in prepare(spec(suites=("multiple_choice",))).known
+    assert prepare(spec(suites=("multiple_choice",), scorer="prefix")).known["scorer"] == {"multiple_choice": "prefix"}
+    assert "scorer" not in ask("fidelity", scorer="prefix").known
+    with pytest.raises(UsageError, match=r"scorer.*batched or prefix"):
+        ask("gsm8k", scorer="fast")
+
+
+def test_a_model_that_cannot_share_is_batched_and_the_record_says_why(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharing, "MASKED_BY_US", ("eager",))
+    record = Session(tmp_path).execute(ask("hellaswag", limit=2)).run.record
+    (reason,) = record["evaluation"]["scorer"]["batched_because"]["hellaswag"]
+    assert "sdpa" in reason
+
+
+def test_the_tiny_worlds_suites_may_share_too(spec, tmp_path):
+    """Routing counters see fewer tokens then, as common beginnings are computed once."""
+    runs = {}
+    for scorer in ("batched", "prefix"):
+        arm = prepare(spec(suites=("multiple_choice", "arithmetic"), limit=4, scorer=scorer))
+        runs[scorer] = Session(tmp_path).execute(arm).run
+    batched, prefix = runs["batched"], runs["prefix"]
+    assert "evaluation" not in batched.record
+    assert prefix.record["evaluation"]["scorer"]["suites"] == {"multiple_choice": "prefix", "arithmetic": "prefix"}
+    assert prefix.record["metrics"].keys() == batched.record["metrics"].keys()
+    for one, other in zip(batched.items.items(), prefix.items.items(), strict=True):
+        assert (one.value, one.state) == (other.value, other.state)
+        told, again = json.loads(one.detail), json.loads(other.detail)
+        assert again.get("loglikelihoods", 0) == pytest.approx(told.get("loglikelihoods", 0), abs=1e-4)
+        assert again.get("text") == told.get("text")
+    calls = [sum(layer["calls"] for layer in run.record["routing"]["layers"].values()) for run in (prefix, batched)]
+    assert calls[0] < calls[1]

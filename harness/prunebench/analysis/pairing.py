@@ -99,6 +99,7 @@ def common_suites(run_a: Recorded, run_b: Recorded, suites: Sequence[str] | None
     for suite in sorted(wanted):
         for name, one, other in (
             ("content", *(run.record["identity"]["suites"].get(suite) for run in (run_a, run_b))),
+            ("scorer", *((run.record["identity"].get("scorer") or {}).get(suite, "batched") for run in (run_a, run_b))),
             ("headline", *(headline_cells(run.record["headline"], suite) for run in (run_a, run_b))),
         ):
             if canonical_json(one) != canonical_json(other):

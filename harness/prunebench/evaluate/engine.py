@@ -6,21 +6,21 @@ finished stays in its batch until all have, so that batch composition depends on
 pruned runs can be compared. Log-softmax is taken in float32 (lm-eval's `softmax_dtype="float32"`) at the scored
 positions only, and summed in float64.
 
+That is the scorer `batched`. Under `prefix`, requests of a model that takes it are walked together (`walks`,
+`sharing`), and generations refill their batch (`refill`); other models stay with `batched`, and the reason is kept.
+
 Tokens may be drawn instead (`decoding.Sampling`), by a seed that knows nothing of batches. What does not fit is an
 error; where truncation is asked for, the beginning of the context is cut off behind its BOS, and counted. A
 continuation whose logits are no numbers has a log-likelihood that is none, and a generation ends as invalid.
-
-What this is not: it does not share prefixes between requests.
 
 Suffixes: B rows of a batch, T tokens, V vocabulary, S scored positions of a batch.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,9 @@ from prunebench.errors import UsageError
 from prunebench.evaluate.batches import plan_batches
 from prunebench.evaluate.decoding import Decoding, Generation, Prompt, Sampling, next_tokens
 from prunebench.evaluate.journal import Journal
+from prunebench.evaluate.refill import continue_all
+from prunebench.evaluate.sharing import device_of, forward_names, piece_tokens, refusal, score_walk
+from prunebench.evaluate.walks import plan_walks
 from prunebench.sandbox import OPEN, Box, Case, Verdict, boxed, run_case, run_cases
 
 if TYPE_CHECKING:
@@ -65,6 +68,12 @@ SOFTMAX_ROWS = 2048
 
 DIVERGENCE_ROWS = 256
 """Positions whose two float64 log-softmaxes are held at once."""
+
+KEPT = 4
+"""Batches' worth of tokens whose keys and values are kept while generations are refilled."""
+
+REFILLS = 16
+"""Batches' worth of generations between two points from which a killed evaluation goes on."""
 
 
 class Pair(NamedTuple):
@@ -172,6 +181,8 @@ class Evaluation:
         dense: while its context is entered, the model is the unpruned one; for suites that compare with it.
         journal: where finished batches are kept.
         bos: which texts begin with a BOS; a suite's own rule holds while it is asked.
+        scorer: how requests share forward passes; None for a suite's own, and `batched` outside suites.
+        fell_back: why requests were not shared although that was asked for; each reason once.
     """
 
     model: nn.Module
@@ -188,6 +199,8 @@ class Evaluation:
     dense: Callable[[], AbstractContextManager[Any]] | None = None
     journal: Journal | None = None
     bos: BosRule = "always"
+    scorer: str | None = None
+    fell_back: list[str] = field(default_factory=list)
     _asserted: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -205,8 +218,9 @@ class Evaluation:
     # --- what suites ask
 
     def under(self, suite: Suite) -> Evaluation:
-        """This evaluation under a suite's rule for BOS."""
-        return self if self.bos == suite.bos else replace(self, bos=suite.bos)
+        """This evaluation under a suite's rule for BOS, and its scorer if none was asked for."""
+        scorer = suite.scored_by(self.scorer)
+        return self if (self.bos, self.scorer) == (suite.bos, scorer) else replace(self, bos=suite.bos, scorer=scorer)
 
     @cached_property
     def chat(self) -> Callable[..., str] | None:
@@ -392,7 +406,9 @@ class Evaluation:
             limit = min(room, prompt.max_tokens)
             stream = f"{prompt.text}\0{prompt.sample}" if prompt.sampling is not None else ""
             decodings.append(Decoding(self.tokenizer, inputs, stops, limit, self._end_tokens, prompt.sampling, stream))
-        batches = plan_batches([len(d.inputs) + d.limit for d in decodings], self.batch_tokens)
+        together = self._shares(max((len(d.inputs) + d.limit for d in decodings), default=0))
+        batches = self._generation_batches(decodings, together=together)
+        kind, compute = ("refill", self._refill) if together else ("generate", self._decode)
         results: list[Any] = [None] * len(prompts)
         done = 0
         for batch in batches:
@@ -400,12 +416,19 @@ class Evaluation:
             asked = [
                 [d.inputs, d.stops, d.limit, d.sampling.to_json() if d.sampling else None, d.stream] for d in members
             ]
-            generated = self._through("generate", asked, partial(self._decode, members))
+            generated = self._through(kind, asked, partial(compute, members))
             for index, own in zip(batch, generated, strict=True):
                 results[index] = Generation(*own)
             done += len(batch)
             self.report("generate", done, len(prompts))
         return results
+
+    def _generation_batches(self, decodings: Sequence[Decoding], *, together: bool) -> list[list[int]]:
+        limits = [decoding.limit for decoding in decodings]
+        if together:
+            return plan_walks([decoding.inputs for decoding in decodings], REFILLS * self.batch_tokens, limits)
+        lengths = [len(decoding.inputs) + limit for decoding, limit in zip(decodings, limits, strict=True)]
+        return plan_batches(lengths, self.batch_tokens)
 
     def _through(self, kind: str, asked: Any, compute: Callable[[], Any]) -> Any:
         return compute() if self.journal is None else self.journal.through([kind, asked], compute)
@@ -503,25 +526,36 @@ class Evaluation:
 
     # --- forward passes
 
-    @cached_property
-    def _forward_names(self) -> frozenset[str]:
-        return frozenset(inspect.signature(self.model.forward).parameters)
-
-    @cached_property
-    def _device(self) -> torch.device:
-        embeddings: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        device: torch.device = embeddings.weight.device
-        return device
-
     def _forward(self, *, keep: int, **inputs: Any) -> torch.Tensor:
         """The model's logits at the last `keep` positions at least."""
-        if "logits_to_keep" in self._forward_names:
+        if "logits_to_keep" in forward_names(self.model):
             inputs["logits_to_keep"] = keep
         logits: torch.Tensor = self.model(**inputs).logits
         return logits[:, -keep:]
 
+    def _shares(self, longest: int) -> bool:
+        """Whether requests of up to so many tokens are computed together; a reason why not is kept."""
+        if self.scorer != "prefix" or not longest:
+            return False
+        reason = refusal(self.model, longest, self.dense or nullcontext)
+        if reason is not None and reason not in self.fell_back:
+            self.fell_back.append(reason)
+        return reason is None
+
+    def _refill(self, decodings: list[Decoding]) -> list[Generation]:
+        """Continue rows, where the next prompts take the places of those that have ended."""
+        places = max(1, KEPT * self.batch_tokens // max(len(d.inputs) + d.limit for d in decodings))
+        return continue_all(self.model, decodings, places=places, size=self._piece)
+
+    @property
+    def _piece(self) -> int:
+        """Tokens of several requests that are fed at once."""
+        return min(self.batch_tokens, piece_tokens(device_of(self.model)))
+
     def _score(self, rows: Sequence[_Row]) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """Per row: float64 log-probability of each target, and whether the target is the argmax."""
+        if self._shares(max((len(row.inputs) for row in rows), default=0)):
+            return self._score_walks(rows)
         results: list[Any] = [None] * len(rows)
         done = 0
         for batch in plan_batches([len(row.inputs) for row in rows], self.batch_tokens):
@@ -536,6 +570,19 @@ class Evaluation:
             self.report("score", done, len(rows))
         return results
 
+    def _score_walks(self, rows: Sequence[_Row]) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        results: list[Any] = [None] * len(rows)
+        done = 0
+        for walk in plan_walks([row.inputs for row in rows], self.batch_tokens):
+            inputs, targets = [rows[index].inputs for index in walk], [rows[index].targets for index in walk]
+            compute = partial(score_walk, self.model, inputs, targets, self._piece)
+            for index, own in zip(walk, self._through("walk", [inputs, targets], compute), strict=True):
+                logprobs, greedy = own
+                results[index] = (np.array(logprobs), np.array(greedy) > 0)
+            done += len(walk)
+            self.report("score", done, len(rows))
+        return results
+
     def _logits_at_targets(self, rows: Sequence[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch's logits, and (row, position, target) of each scored position (3, S)."""
         width = max(len(row.inputs) for row in rows)
@@ -546,7 +593,10 @@ class Evaluation:
         position_S = np.concatenate([np.arange(s, len(row.inputs)) for s, row in zip(starts, rows, strict=True)])
         target_S = np.concatenate([row.targets for row in rows])
         logits_BTV = self._forward(
-            keep=keep, input_ids=ids_BT.to(self._device), attention_mask=mask_BT.to(self._device), use_cache=False
+            keep=keep,
+            input_ids=ids_BT.to(device_of(self.model)),
+            attention_mask=mask_BT.to(device_of(self.model)),
+            use_cache=False,
         )
         index_3S = torch.from_numpy(np.stack([row_S, position_S - (width - keep), target_S])).to(logits_BTV.device)
         return logits_BTV, index_3S
@@ -592,12 +642,12 @@ class Evaluation:
         lengths = [len(decoding.inputs) for decoding in decodings]
         width, steps = max(lengths), max(decoding.limit for decoding in decodings)
         ids_BT, mask_BT = _padded([decoding.inputs for decoding in decodings], width, left=True)
-        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(lengths), steps)], dim=1).to(self._device)
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(lengths), steps)], dim=1).to(device_of(self.model))
         position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
         config: Any = self.model.config
         # transformers 5.24 renamed `past_key_values` to `cache`; the object is updated in place.
-        cache = {"cache" if "cache" in self._forward_names else "past_key_values": DynamicCache(config=config)}
-        step_BT = ids_BT.to(self._device)
+        cache = {"cache" if "cache" in forward_names(self.model) else "past_key_values": DynamicCache(config=config)}
+        step_BT = ids_BT.to(device_of(self.model))
         for seen in range(width, width + steps):
             logits_B1V = self._forward(
                 keep=1,
@@ -607,7 +657,7 @@ class Evaluation:
                 use_cache=True,
                 **cache,
             )
-            step_BT = next_tokens(decodings, logits_B1V[:, -1].float())[:, None].to(self._device)
+            step_BT = next_tokens(decodings, logits_B1V[:, -1].float())[:, None].to(device_of(self.model))
             for decoding, token in zip(decodings, step_BT[:, 0].tolist(), strict=True):
                 decoding.push(token)
             if all(decoding.finish for decoding in decodings):

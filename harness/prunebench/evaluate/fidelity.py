@@ -37,6 +37,11 @@ class PairSuite(Suite):
     def __init__(self) -> None:
         self._read: dict[Any, Mapping[str, list[dict[str, Any]]]] = {}
 
+    def scored_by(self, asked: str | None) -> str:
+        """Batched, whatever is asked for: both models read the same batch."""
+        del asked
+        return "batched"
+
     @abstractmethod
     def document(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row of the source as a document without its `id`."""

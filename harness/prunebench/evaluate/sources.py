@@ -41,6 +41,7 @@ class TaskSuite(Suite):
     """
 
     bos = "tokenizer"
+    scorer = "prefix"
     source: str | None = None
 
     def __init__(self) -> None:

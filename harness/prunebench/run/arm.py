@@ -33,7 +33,7 @@ from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.sources import ModelFiles
 from prunebench.sandbox import boxed
 from prunebench.storage import read_headers
-from prunebench.suite import Suite, suite_content
+from prunebench.suite import SCORERS, Suite, suite_content
 
 __all__ = [
     "DEFAULT_SUITES",
@@ -95,6 +95,7 @@ class ArmSpec:
         sampling: how generations are drawn (`Sampling.parse`); greedily if None.
         truncate: cut the beginning of prompts that do not fit, instead of refusing them.
         chat_template: put prompts into the tokenizer's chat template.
+        scorer: `batched` or `prefix` for all suites; None for each one's own.
     """
 
     model: str
@@ -131,6 +132,7 @@ class ArmSpec:
     sampling: str | None = None
     truncate: bool = False
     chat_template: bool = False
+    scorer: str | None = None
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -212,6 +214,8 @@ class ArmSpec:
         for suffix in ("unsafe_local", "truncate", "chat_template"):
             if getattr(self, suffix):
                 name += f"-{suffix}"
+        if self.scorer is not None:
+            name += f"-{self.scorer}"
         if self.drawn is not None:
             name += f"-sampling={','.join(f'{key}={value}' for key, value in self.drawn.to_json().items())}"
         # Resolved, so that "." and ".." are folders with names, and never parts of the path.
@@ -334,6 +338,8 @@ def _check_settings(spec: ArmSpec) -> None:
         raise UsageError(f"limit {spec.limit} is impossible", expected="at least 1 item per task")
     if spec.batch_tokens < 1:
         raise UsageError(f"{spec.batch_tokens} tokens per forward are impossible", expected="at least 1")
+    if spec.scorer not in (None, *SCORERS):
+        raise UsageError(f"unknown scorer {spec.scorer!r}", expected=" or ".join(SCORERS))
     if spec.seed < 0:
         raise UsageError(f"seed {spec.seed} is impossible", expected="0 or more")
     if spec.experts_implementation not in (None, *EXPERTS_IMPLEMENTATIONS):
@@ -453,6 +459,9 @@ def _known(arm: PreparedArm, name: str, files: ModelFiles) -> dict[str, Any]:
     if arm.elsewhere is not None:
         known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(arm.elsewhere)}
     known |= {name: True for name in ("truncate", "chat_template") if getattr(spec, name)}
+    scorers = {suite.name: suite.scored_by(spec.scorer) for suite in arm.suites}
+    if departing := {name: scorer for name, scorer in scorers.items() if scorer != "batched"}:
+        known["scorer"] = departing
     if spec.drawn is not None:
         known["sampling"] = spec.drawn.to_json()
     if arm.mask is not None:

@@ -41,6 +41,7 @@ from prunebench.calibration.stream import Checkpoint
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy, end_tokens
 from prunebench.evaluate.journal import Journal
+from prunebench.evaluate.sharing import device_of, piece_tokens
 from prunebench.install import installed
 from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
 from prunebench.items import LostQuestionsError
@@ -193,7 +194,7 @@ class Session:
         demand(checks)
         journal = self._journal(arm, plan)
         try:
-            items, evaluated, counters = self._evaluate(arm, loaded, plan, journal)
+            items, evaluated, counters, fell_back = self._evaluate(arm, loaded, plan, journal)
         finally:
             if journal is not None:
                 journal.close()
@@ -207,7 +208,7 @@ class Session:
             checks=checks,
             routing={"bos": _bos(arm, loaded), "layers": routing_of(counters, plan, arm.convention)},
             fitted=fitted,
-            protocol=_protocol(arm, loaded),
+            protocol=_protocol(arm, loaded, fell_back),
         )
         record["volatile"] = {
             "started": started.isoformat(timespec="seconds"),
@@ -446,8 +447,8 @@ class Session:
 
     def _evaluate(
         self, arm: PreparedArm, loaded: LoadedModel, plan: Plan | None, journal: Journal | None
-    ) -> tuple[list[Item], list[Check], dict[int, dict[str, float]]]:
-        """All items, the checks that need an evaluation, and the counters by layer."""
+    ) -> tuple[list[Item], list[Check], dict[int, dict[str, float]], dict[str, list[str]]]:
+        """All items, the checks that need an evaluation, the counters by layer, and suites' reasons for a fallback."""
         spec = arm.spec
         evaluation = Evaluation(
             loaded.moe.model,
@@ -459,6 +460,7 @@ class Session:
             sampling=spec.drawn,
             truncate=spec.truncate,
             chat_template=spec.chat_template,
+            scorer=spec.scorer,
             dense=nullcontext,
             journal=journal,
         )
@@ -469,14 +471,17 @@ class Session:
                 evaluation = replace(evaluation, dense=instrument.suspended)
                 if journal is not None:
                     journal.counting = instrument
-            items = [item for suite in arm.suites for item in suite.run(evaluation)]
+            items: list[Item] = []
+            fell_back: dict[str, list[str]] = {}
+            for suite in arm.suites:
+                items += suite.run(replace(evaluation, fell_back=fell_back.setdefault(suite.name, [])))
             # What is asked again has to be computed again.
             again = replace(evaluation, limit=REPEATED_ITEMS, progress=None, journal=None)
             checks = [_repeated(arm.suites, again)]
         if plan is None or instrument is None:
-            return items, demand(checks), {}
+            return items, demand(checks), {}, fell_back
         counters = {index: counted.read() for index, counted in sorted(instrument.counters.items())}
-        return items, demand([*checks, *check_counters(plan, counters)]), counters
+        return items, demand([*checks, *check_counters(plan, counters)]), counters, fell_back
 
 
 def run(*, out: str | Path = "results", progress: Progress | None = None, **options: Any) -> Outcome:
@@ -521,9 +526,10 @@ def _bos(arm: PreparedArm, loaded: LoadedModel) -> str:
     return rules.pop() if len(rules) == 1 else "; ".join(f"{name}: {rule}" for name, rule in by_suite.items())
 
 
-def _protocol(arm: PreparedArm, loaded: LoadedModel) -> dict[str, Any] | None:
-    """How texts were put to the model, for suites whose data are not shipped; the tiny world has one way only."""
-    if all(suite.documents(task) is None for suite in arm.suites for task in suite.tasks):
+def _protocol(arm: PreparedArm, loaded: LoadedModel, fell_back: Mapping[str, list[str]]) -> dict[str, Any] | None:
+    """How texts were put to the model, for suites whose data are not shipped; the tiny world has one way by default."""
+    shipped = all(suite.documents(task) is None for suite in arm.suites for task in suite.tasks)
+    if shipped and "scorer" not in arm.known:
         return None
     tokenizer: Any = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None) if arm.spec.chat_template else None
@@ -534,6 +540,22 @@ def _protocol(arm: PreparedArm, loaded: LoadedModel) -> dict[str, Any] | None:
         "chat_template": None if template is None else sha256(str(template).encode()).hexdigest(),
         "decoding": "greedy" if arm.spec.drawn is None else arm.spec.drawn.to_json(),
         "too_long": "truncated" if arm.spec.truncate else "an error",
+        **_scorers(arm, loaded, fell_back),
+    }
+
+
+def _scorers(arm: PreparedArm, loaded: LoadedModel, fell_back: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Which suites were to share what their requests begin with, in which pieces, and why some did not."""
+    if "scorer" not in arm.known:
+        return {}
+    reasons = {name: own for name, own in fell_back.items() if own}
+    pieces = min(arm.spec.batch_tokens, piece_tokens(device_of(loaded.moe.model)))
+    return {
+        "scorer": {
+            "suites": arm.known["scorer"],
+            "piece_tokens": pieces,
+            **({"batched_because": reasons} if reasons else {}),
+        }
     }
 
 
