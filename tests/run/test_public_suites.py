@@ -13,7 +13,7 @@ from prunebench import cli
 from prunebench.analysis.recompute import recompute
 from prunebench.board import load_runs
 from prunebench.errors import UsageError
-from prunebench.evaluate import Evaluation, sharing, walks
+from prunebench.evaluate import Evaluation, engine, sharing, walks
 from prunebench.items import items_to_table
 from prunebench.record import comparable, read_run, write_run
 from prunebench.run import Session
@@ -173,7 +173,7 @@ def test_sampled_generations_are_recorded_and_decided_again(ask, tmp_path):
 
 @pytest.mark.parametrize("scorer", ["batched", "prefix"])
 def test_nan_in_a_choice_flags_the_run_and_keeps_it_off_the_board(ask, tmp_path, monkeypatch, scorer):
-    owner, name = {"batched": (Evaluation, "_score_batch"), "prefix": (sharing, "_scored")}[scorer]
+    owner, name = {"batched": (engine, "score_batch"), "prefix": (sharing, "_scored")}[scorer]
     score = getattr(owner, name)
 
     def poisoned(*given):
@@ -194,14 +194,14 @@ def test_nan_in_a_choice_flags_the_run_and_keeps_it_off_the_board(ask, tmp_path,
 
 def test_nan_in_the_tiny_world_flags_the_run_too(spec, tmp_path, monkeypatch):
     """Its suites have a state of their own for it."""
-    score = Evaluation._score_batch
+    score = engine.score_batch
 
-    def poisoned(self, rows):
-        logprobs, greedy = score(self, rows)
+    def poisoned(*given):
+        logprobs, greedy = score(*given)
         logprobs[0] = float("nan")
-        return logprobs, greedy
+        return [logprobs, greedy]
 
-    monkeypatch.setattr(Evaluation, "_score_batch", poisoned)
+    monkeypatch.setattr(engine, "score_batch", poisoned)
     run = Session(tmp_path).execute(prepare(spec(suites=("multiple_choice",), limit=2))).run
     counted = run.record["evaluation"]
     assert set(counted) == {"items"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -175,7 +175,7 @@ class Decoding:
         return Generation(self.text, self.finish, len(self.tokens))
 
 
-def next_tokens(decodings: list[Decoding], logits_BV: Tensor) -> Tensor:
+def next_tokens(decodings: Sequence[Decoding], logits_BV: Tensor) -> Tensor:
     """The next token of each continuation (B,); those whose logits hold a NaN or +∞ end as invalid.
 
     Args:

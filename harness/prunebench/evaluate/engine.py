@@ -1,19 +1,16 @@
 """The scoring engine: log-likelihoods, rolling log-likelihoods and greedy generation of one in-process model.
 
-The model is called normally, `model(input_ids=…, attention_mask=…)`, so that whatever hooks are installed see every
-token and its mask. Scoring pads on the right. Generation pads on the left, with explicit position ids; a row that has
-finished stays in its batch until all have, so that batch composition depends on the requests alone and dense and
-pruned runs can be compared. Log-softmax is taken in float32 (lm-eval's `softmax_dtype="float32"`) at the scored
+What is asked is tokenised, cut into batches that the requests alone decide, and handed to a scorer: `batched` takes
+every request on its own, so that dense and pruned runs see the same batches; under `prefix`, requests of a model that
+takes it are walked together (`walks`, `sharing`), and generations refill their batch (`refill`). Other models stay with
+`batched`, and the reason is kept. Log-softmax is taken in float32 (lm-eval's `softmax_dtype="float32"`) at the scored
 positions only, and summed in float64.
-
-That is the scorer `batched`. Under `prefix`, requests of a model that takes it are walked together (`walks`,
-`sharing`), and generations refill their batch (`refill`); other models stay with `batched`, and the reason is kept.
 
 Tokens may be drawn instead (`decoding.Sampling`), by a seed that knows nothing of batches. What does not fit is an
 error; where truncation is asked for, the beginning of the context is cut off behind its BOS, and counted. A
 continuation whose logits are no numbers has a log-likelihood that is none, and a generation ends as invalid.
 
-Suffixes: B rows of a batch, T tokens, V vocabulary, S scored positions of a batch.
+S scored positions of a batch.
 """
 
 from __future__ import annotations
@@ -30,11 +27,12 @@ import torch
 from torch import nn
 
 from prunebench.errors import UsageError
+from prunebench.evaluate.batched import continue_batch, diverge, score_batch
 from prunebench.evaluate.batches import plan_batches
-from prunebench.evaluate.decoding import Decoding, Generation, Prompt, Sampling, next_tokens
+from prunebench.evaluate.decoding import Decoding, Generation, Prompt, Sampling
 from prunebench.evaluate.journal import Journal
 from prunebench.evaluate.refill import continue_all
-from prunebench.evaluate.sharing import device_of, forward_names, piece_tokens, refusal, score_walk
+from prunebench.evaluate.sharing import device_of, piece_tokens, refusal, score_walk
 from prunebench.evaluate.walks import plan_walks
 from prunebench.sandbox import OPEN, Box, Case, Verdict, boxed, run_case, run_cases
 
@@ -62,12 +60,6 @@ ENGINE_VERSION = 1
 
 PROGRAM_CPU_SECONDS = 2
 """Of a program of the tiny world, which takes none worth mentioning."""
-
-SOFTMAX_ROWS = 2048
-"""Positions whose float32 log-softmax is held at once."""
-
-DIVERGENCE_ROWS = 256
-"""Positions whose two float64 log-softmaxes are held at once."""
 
 KEPT = 4
 """Batches' worth of tokens whose keys and values are kept while generations are refilled."""
@@ -348,7 +340,8 @@ class Evaluation:
         done = 0
         for batch in plan_batches([len(row.inputs) for row in rows], self.batch_tokens):
             members = [rows[index] for index in batch]
-            sums = self._through("fidelity", members, partial(self._diverge, members))
+            inputs, targets = [row.inputs for row in members], [row.targets for row in members]
+            sums = self._through("fidelity", members, partial(diverge, self.model, inputs, targets, self.dense))
             for index, own in zip(batch, sums, strict=True):
                 results[index] = own
             done += len(batch)
@@ -408,7 +401,7 @@ class Evaluation:
             decodings.append(Decoding(self.tokenizer, inputs, stops, limit, self._end_tokens, prompt.sampling, stream))
         together = self._shares(max((len(d.inputs) + d.limit for d in decodings), default=0))
         batches = self._generation_batches(decodings, together=together)
-        kind, compute = ("refill", self._refill) if together else ("generate", self._decode)
+        kind, compute = ("refill", self._refill) if together else ("generate", partial(continue_batch, self.model))
         results: list[Any] = [None] * len(prompts)
         done = 0
         for batch in batches:
@@ -526,13 +519,6 @@ class Evaluation:
 
     # --- forward passes
 
-    def _forward(self, *, keep: int, **inputs: Any) -> torch.Tensor:
-        """The model's logits at the last `keep` positions at least."""
-        if "logits_to_keep" in forward_names(self.model):
-            inputs["logits_to_keep"] = keep
-        logits: torch.Tensor = self.model(**inputs).logits
-        return logits[:, -keep:]
-
     def _shares(self, longest: int) -> bool:
         """Whether requests of up to so many tokens are computed together; a reason why not is kept."""
         if self.scorer != "prefix" or not longest:
@@ -560,10 +546,10 @@ class Evaluation:
         done = 0
         for batch in plan_batches([len(row.inputs) for row in rows], self.batch_tokens):
             members = [rows[index] for index in batch]
-            counts = [len(row.targets) for row in members]
-            columns = self._through("score", members, partial(self._score_lists, members))
+            inputs, targets = [row.inputs for row in members], [row.targets for row in members]
+            columns = self._through("score", members, partial(score_batch, self.model, inputs, targets))
             logprob_S, greedy_S = (np.array(column) for column in columns)
-            ends = np.cumsum(counts)[:-1]
+            ends = np.cumsum([len(own) for own in targets])[:-1]
             for index, logprobs, greedy in zip(batch, np.split(logprob_S, ends), np.split(greedy_S, ends), strict=True):
                 results[index] = (logprobs, greedy)
             done += len(batch)
@@ -582,93 +568,3 @@ class Evaluation:
             done += len(walk)
             self.report("score", done, len(rows))
         return results
-
-    def _logits_at_targets(self, rows: Sequence[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch's logits, and (row, position, target) of each scored position (3, S)."""
-        width = max(len(row.inputs) for row in rows)
-        starts = [len(row.inputs) - len(row.targets) for row in rows]
-        ids_BT, mask_BT = _padded([row.inputs for row in rows], width, left=False)
-        keep = width - min(starts)
-        row_S = np.repeat(np.arange(len(rows)), [len(row.targets) for row in rows])
-        position_S = np.concatenate([np.arange(s, len(row.inputs)) for s, row in zip(starts, rows, strict=True)])
-        target_S = np.concatenate([row.targets for row in rows])
-        logits_BTV = self._forward(
-            keep=keep,
-            input_ids=ids_BT.to(device_of(self.model)),
-            attention_mask=mask_BT.to(device_of(self.model)),
-            use_cache=False,
-        )
-        index_3S = torch.from_numpy(np.stack([row_S, position_S - (width - keep), target_S])).to(logits_BTV.device)
-        return logits_BTV, index_3S
-
-    def _score_lists(self, rows: Sequence[_Row]) -> list[list[Any]]:
-        return [column.tolist() for column in self._score_batch(rows)]
-
-    def _score_batch(self, rows: Sequence[_Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        logits_BTV, index_3S = self._logits_at_targets(rows)
-        parts = []
-        for first in range(0, index_3S.shape[1], SOFTMAX_ROWS):
-            rows_s, positions_s, targets_s = index_3S[:, first : first + SOFTMAX_ROWS]
-            logprob_sV = logits_BTV[rows_s, positions_s].float().log_softmax(-1)
-            chosen_s = logprob_sV.gather(1, targets_s[:, None])[:, 0]
-            parts.append(torch.stack([chosen_s, (logprob_sV.argmax(-1) == targets_s).float()]))
-        scored = torch.cat(parts, dim=1).cpu().numpy().astype(np.float64)
-        return scored[0], scored[1] > 0
-
-    def _diverge(self, rows: Sequence[_Row]) -> list[list[float]]:
-        """Per row: Σ D(q ‖ p), Σ −ln q and Σ −ln p of its targets, in float64."""
-        assert self.dense is not None
-        with self.dense():
-            dense_BTV, index_3S = self._logits_at_targets(rows)
-        dense_SV = dense_BTV[index_3S[0], index_3S[1]]
-        del dense_BTV
-        logits_BTV, _ = self._logits_at_targets(rows)
-        sums_B3 = torch.zeros(len(rows), 3, dtype=torch.float64, device=dense_SV.device)
-        for first in range(0, index_3S.shape[1], DIVERGENCE_ROWS):
-            rows_s, positions_s, targets_s = index_3S[:, first : first + DIVERGENCE_ROWS]
-            q_sV = logits_BTV[rows_s, positions_s].double().log_softmax(-1)
-            p_sV = dense_SV[first : first + DIVERGENCE_ROWS].double().log_softmax(-1)
-            # A token that q excludes adds nothing.
-            kl_s = torch.where(q_sV > -torch.inf, q_sV.exp() * (q_sV - p_sV), 0.0).sum(-1)
-            nlls_s = (-chosen_sV.gather(1, targets_s[:, None])[:, 0] for chosen_sV in (q_sV, p_sV))
-            sums_B3.index_add_(0, rows_s, torch.stack([kl_s, *nlls_s], dim=1))
-        result: list[list[float]] = sums_B3.cpu().tolist()
-        return result
-
-    def _decode(self, decodings: list[Decoding]) -> list[Generation]:
-        """Continue all rows of a batch until every one has finished."""
-        from transformers import DynamicCache
-
-        lengths = [len(decoding.inputs) for decoding in decodings]
-        width, steps = max(lengths), max(decoding.limit for decoding in decodings)
-        ids_BT, mask_BT = _padded([decoding.inputs for decoding in decodings], width, left=True)
-        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(lengths), steps)], dim=1).to(device_of(self.model))
-        position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
-        config: Any = self.model.config
-        # transformers 5.24 renamed `past_key_values` to `cache`; the object is updated in place.
-        cache = {"cache" if "cache" in forward_names(self.model) else "past_key_values": DynamicCache(config=config)}
-        step_BT = ids_BT.to(device_of(self.model))
-        for seen in range(width, width + steps):
-            logits_B1V = self._forward(
-                keep=1,
-                input_ids=step_BT,
-                attention_mask=mask_BT[:, :seen],
-                position_ids=position_BT[:, seen - step_BT.shape[1] : seen],
-                use_cache=True,
-                **cache,
-            )
-            step_BT = next_tokens(decodings, logits_B1V[:, -1].float())[:, None].to(device_of(self.model))
-            for decoding, token in zip(decodings, step_BT[:, 0].tolist(), strict=True):
-                decoding.push(token)
-            if all(decoding.finish for decoding in decodings):
-                break
-        return [decoding.result() for decoding in decodings]
-
-
-def _padded(rows: Sequence[Sequence[int]], width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, int64, rows padded with id 0 to `width`."""
-    ids_BT, mask_BT = np.zeros((2, len(rows), width), dtype=np.int64)
-    for index, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        ids_BT[index, place], mask_BT[index, place] = row, 1
-    return torch.from_numpy(ids_BT), torch.from_numpy(mask_BT)

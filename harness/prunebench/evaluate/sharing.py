@@ -54,12 +54,17 @@ def _names_of(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-def new_cache(model: nn.Module) -> dict[str, Any]:
-    """An empty cache that keeps all keys and values, under the name that the model's forward has for it."""
+def new_cache(model: Any, config: Any = None) -> dict[str, Any]:
+    """An empty cache under the name that the model's forward has for it.
+
+    Args:
+        model: whose forward is asked.
+        config: what each layer keeps follows from it; without, all keys and values are kept.
+    """
     from transformers import DynamicCache
 
     # transformers 5.24 renamed `past_key_values` to `cache`; the object is updated in place.
-    return {"cache" if "cache" in forward_names(model) else "past_key_values": DynamicCache()}
+    return {"cache" if "cache" in forward_names(model) else "past_key_values": DynamicCache(config=config)}
 
 
 def device_of(model: Any) -> torch.device:
