@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from prunebench.evaluate.extract import first_answer as first_answer
     from prunebench.evaluate.extract import names_function as names_function
     from prunebench.evaluate.extract import whole_program as whole_program
+    from prunebench.export import load as load
     from prunebench.fit import CopyPair as CopyPair
     from prunebench.fit import ExpertMoments as ExpertMoments
     from prunebench.fit import Fitted as Fitted
@@ -220,6 +221,7 @@ _MODULE_OF = {
     "functional_remap": "fit",
     "generation_of": "evaluate.code",
     "held_out_share": "fit",
+    "load": "export",
     "load_method": "loader",
     "load_suite": "loader",
     "names_function": "evaluate.extract",

@@ -1,4 +1,4 @@
-"""The command line: `prunebench list | inspect | run | grid | compare | board | pack | check-env`.
+"""The command line: `prunebench list | inspect | run | grid | compare | board | pack | export | verify | check-env`.
 
 Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
 codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.export_cli import add_export, add_verify, run_export, run_verify
 from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
 
 __all__ = ["main"]
@@ -82,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     pack = verb("pack", "make a records folder smaller: what its runs share is kept once; they read as before")
     pack.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
     pack.add_argument("--unpack", action="store_true", help="the reverse, of a folder or of one run to be copied alone")
+
+    add_export(verb("export", "write a pruned run's model for other tools, or say why a format cannot hold it"))
+    add_verify(verb("verify", "whether an export's files compute what their source does"))
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
@@ -186,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "compare": _compare,
         "board": _board,
         "pack": _pack,
+        "export": _export,
+        "verify": run_verify,
         "check-env": _check_env,
     }
     try:
@@ -284,6 +290,11 @@ def _inspect(options: argparse.Namespace) -> Result:
 def _mask(options: argparse.Namespace) -> Result:
     with _Progress() as progress:
         return run_mask_verb(options, progress.step)
+
+
+def _export(options: argparse.Namespace) -> Result:
+    with _Progress() as progress:
+        return run_export(options, progress.step)
 
 
 def _params(options: argparse.Namespace) -> Result:

@@ -16,13 +16,28 @@ from typing import Any, Final
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import Mask
 
-__all__ = ["PARTS", "Tensor", "measured", "part_of", "pruned_bytes", "read_headers", "stored_bytes"]
+__all__ = [
+    "INDEX",
+    "PARTS",
+    "SINGLE",
+    "Tensor",
+    "expert_of",
+    "layer_of",
+    "measured",
+    "part_of",
+    "pruned_bytes",
+    "read_headers",
+    "router_axis",
+    "shards_of",
+    "stored_bytes",
+]
 
 PARTS: Final = ("experts", "fills", "router", "shared", "attention", "embeddings", "other")
 
 _RULES: Final = tuple(
     (part, re.compile(pattern))
     for part, pattern in (
+        ("fills", r"\.approx_value$"),  # as vLLM names them
         ("shared", r"shared_expert|shared_mlp"),
         ("experts", r"\.experts\.|block_sparse_moe\.(input|output)_linear"),
         ("router", r"\.gate\.(wg\.)?weight|\.gate\.bias|\.router\.|e_score_correction_bias|\.expert_bias"),
@@ -33,8 +48,8 @@ _RULES: Final = tuple(
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 _LONGEST_HEADER: Final = 100_000_000  # the limit of the safetensors format
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -47,11 +62,12 @@ class Tensor:
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to, one of `PARTS` (never "fills")."""
+    """The part of a model that a tensor belongs to, one of `PARTS`; of "fills" if it answers for a pruned expert."""
     return next((part for part, pattern in _RULES if pattern.search(name)), "other")
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
+    """Index of the layer that a tensor belongs to by its name, or None."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
@@ -64,20 +80,35 @@ def read_headers(path: Path) -> dict[str, Tensor]:
     """
     if path.is_file():
         return _read_header(path)
-    if (path / _INDEX).is_file():
+    if (path / INDEX).is_file():
         return _read_shards(path)
-    if (path / _SINGLE).is_file():
-        return _read_header(path / _SINGLE)
-    raise PrerequisiteError("no safetensors weights", where=str(path), expected=f"{_SINGLE} or {_INDEX}")
+    if (path / SINGLE).is_file():
+        return _read_header(path / SINGLE)
+    raise PrerequisiteError("no safetensors weights", where=str(path), expected=f"{SINGLE} or {INDEX}")
+
+
+def shards_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor of a model folder.
+
+    Raises:
+        PrerequisiteError: as `read_headers`.
+    """
+    if (folder / INDEX).is_file():
+        return _read_index(folder)
+    return dict.fromkeys(read_headers(folder), SINGLE)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    try:
+        shard_of = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in shard_of.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PrerequisiteError("cannot read the index", where=str(folder / INDEX), expected="a weight_map") from error
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
-    try:
-        shard_of = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(shard_of.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PrerequisiteError("cannot read the index", where=str(folder / _INDEX), expected="a weight_map") from error
-    headers = {shard: _read_header(folder / shard) for shard in shards}
+    shard_of = _read_index(folder)
+    headers = {shard: _read_header(folder / shard) for shard in sorted(set(shard_of.values()))}
     for name, shard in shard_of.items():
         if name not in headers[shard]:
             raise PrerequisiteError(f"{shard} does not hold {name}", where=str(folder), fix="download the model again")
@@ -133,7 +164,7 @@ def stored_bytes(source: Path | Mapping[str, Tensor]) -> dict[str, Any]:
     tensors = read_headers(source) if isinstance(source, Path) else source
     layers: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
-        index = _layer_of(name)
+        index = layer_of(name)
         if index is not None:
             layer = layers.setdefault(str(index), dict.fromkeys(PARTS, 0))
             layer[part_of(name)] += tensor.bytes
@@ -159,7 +190,7 @@ def pruned_bytes(
     parts = result["parts"]
     by_layer: dict[int | None, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        by_layer.setdefault(_layer_of(name), {})[name] = tensor
+        by_layer.setdefault(layer_of(name), {})[name] = tensor
     for layer in mask.layers:
         own = by_layer.get(layer.index, {})
         identities = _identities(own, layer.experts)
@@ -175,8 +206,8 @@ def _identities(tensors: Mapping[str, Tensor], experts: int) -> int:
     """Identity experts of a layer: LongCat-Flash saves a slice for each that nobody reads, and no down projection."""
     found: dict[int, list[str]] = {}
     for name in tensors:
-        if (match := _EXPERT.search(name)) and int(match[1]) >= experts:
-            found.setdefault(int(match[1]), []).append(name)
+        if (expert := expert_of(name)) is not None and expert >= experts:
+            found.setdefault(expert, []).append(name)
     return sum(not any(".down_proj" in name or ".w2" in name for name in names) for names in found.values())
 
 
@@ -187,17 +218,17 @@ def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, identities: int, 
     for name, tensor in tensors.items():
         if part_of(name) != "experts":
             continue
-        match = _EXPERT.search(name)
-        if match is None:
+        expert = expert_of(name)
+        if expert is None:
             if not tensor.shape or tensor.shape[0] != experts or tensor.bytes % experts:
                 raise UsageError(
                     f"{name} has shape {list(tensor.shape)}", where=where, expected=f"{experts} experts on dimension 0"
                 )
             stacked += tensor.bytes // experts
-        elif int(match[1]) in single:
-            single[int(match[1])] += tensor.bytes
-        elif int(match[1]) >= experts + identities:
-            raise UsageError(f"the weights hold expert {match[1]}", where=where, expected=f"{experts} experts")
+        elif expert in single:
+            single[expert] += tensor.bytes
+        elif expert >= experts + identities:
+            raise UsageError(f"the weights hold expert {expert}", where=where, expected=f"{experts} experts")
     if len(set(single.values())) > 1:
         raise UsageError("experts of unequal size", where=where, expected=f"{experts} equal experts")
     one = stacked + single[0]
@@ -206,11 +237,24 @@ def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, identities: int, 
     return one
 
 
-def _router_rows(tensors: Mapping[str, Tensor], experts: int) -> Iterator[int]:
+def _router_rows(tensors: Mapping[str, Tensor], choices: int) -> Iterator[int]:
     """Bytes per choice of each router tensor that has one entry for each."""
     for name, tensor in tensors.items():
-        # Gemma-4 scales the router's input by `router.scale`, which may happen to be as long.
-        if part_of(name) != "router" or name.endswith(".router.scale"):
-            continue
-        if tensor.shape[:1] == (experts,) or tensor.shape == (1, experts):
-            yield tensor.bytes // experts
+        if router_axis(name, tensor.shape, choices) is not None:
+            yield tensor.bytes // choices
+
+
+def router_axis(name: str, shape: tuple[int, ...], choices: int) -> int | None:
+    """The axis on which a router's tensor has one entry per choice, or None for any other tensor."""
+    # Gemma-4 scales the router's input by `router.scale`, which may happen to be as long.
+    if part_of(name) != "router" or name.endswith(".router.scale"):
+        return None
+    if shape[:1] == (choices,):
+        return 0
+    return 1 if shape == (1, choices) else None
+
+
+def expert_of(name: str) -> int | None:
+    """The expert that a tensor is of by its name; None if it is of no single one."""
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else None

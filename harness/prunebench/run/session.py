@@ -55,10 +55,11 @@ from prunebench.run.sources import calibration_tokens
 from prunebench.sandbox import OPEN, boxed
 from prunebench.suite import Suite
 
-__all__ = ["Outcome", "Session", "check_writable", "finished", "run"]
+__all__ = ["CACHE", "Outcome", "Session", "check_writable", "finished", "run"]
 
 REPEATED_ITEMS = 8
 CACHE = ".cache"
+"""Below the records folder: passes that later arms need again."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -135,6 +136,19 @@ class Session:
             scores = None if text is None or not needs else self._scores(arm, loaded, text, needs)
             with same_torch():
                 return self._select(arm, arm.method, loaded, scores, text)
+
+    def plan(self, arm: PreparedArm) -> tuple[LoadedModel, Plan | None]:
+        """The arm's model and its plan, None if dense; nothing is evaluated or written.
+
+        Raises:
+            UsageError: bad input.
+        """
+        with naming_the_file(arm.method_files, frozenset()):
+            loaded = self._model(arm)
+            plan, _, fitted = self._plan(arm, loaded, self._tokens(arm, loaded))
+        if fitted is not None and fitted.checkpoint is not None:
+            fitted.checkpoint.forget()
+        return loaded, plan
 
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()

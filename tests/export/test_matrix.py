@@ -1,0 +1,134 @@
+"""Operator x scale x count shape x format: each cell is exported and equal, or refused with its reason, nothing written.
+
+What a format holds is said here once more, from what the formats are, not from the table under test.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from export_material import (
+    KEEPING,
+    PER_LAYER,
+    REFILLING,
+    SCALES,
+    UNIFORM,
+    evaluated,
+    logits,
+    open_base,
+    plan_for,
+    pruned_model,
+)
+from transformers import AutoModelForCausalLM
+from vllm_reader import read_model
+
+from prunebench.errors import UsageError
+from prunebench.export import load, write_export
+from prunebench.install import remove_experts
+from prunebench.storage import measured, pruned_bytes, read_headers
+
+CELLS = [
+    *itertools.product(KEEPING, [None], [UNIFORM, PER_LAYER]),
+    *itertools.product(REFILLING, SCALES, [UNIFORM, PER_LAYER]),
+]
+FORMATS = ("native", "hf", "vllm-mone")
+NAMES = {
+    "constant": "Constant",
+    "zero": "Zero",
+    "tilt": "Tilt",
+    "neurons": "SmallExpert",
+    "survivor": "Survivor",
+    "affine survivor": "AffineSurvivor",
+    "edited constant": "Constant",
+    "half": "Constant",
+}
+
+
+def reason(form: str, operator: str, scale: str | None, shape: str, *, stacked: bool) -> str | None:
+    """Why a cell is impossible for a softmax router, in words of the error; None if it is possible."""
+    if form == "native":
+        return None
+    if form == "hf":
+        if operator in NAMES:
+            return f"pruned experts are answered by {NAMES[operator]}"
+        if scale != "renorm":
+            return f"scale {scale} of this router"
+        return r"layers keep different numbers of experts \(3, 4\)" if shape == PER_LAYER else None
+    if scale is not None:
+        return "slots of pruned experts are refilled"
+    if operator not in {"constant", "zero", "edited constant"}:
+        return f"pruned experts are answered by {NAMES[operator]}"
+    return "the files stack the experts" if stacked else None
+
+
+def check_cell(folder, moe, out, form: str, operator: str, scale: str | None, shape: str, *, stacked: bool) -> bool:
+    """Whether the cell was exported; it is asserted that it had to be, and equals what was evaluated."""
+    plan = plan_for(moe, operator, scale, shape)
+    pruned = pruned_model(folder, plan)
+    why = reason(form, operator, scale, shape, stacked=stacked)
+    if why is not None:
+        with pytest.raises(UsageError, match=f"^{form} cannot hold this model: {why}"):
+            write_export(pruned, form, out)
+        assert not list(out.parent.iterdir())
+        return False
+    wanted = evaluated(moe, plan)
+    written = write_export(pruned, form, out)
+    assert torch.equal(logits(load(out)), wanted) or form == "hf"
+    if form == "hf":
+        check_plain(moe, plan, out, wanted)
+    if form == "vllm-mone":
+        torch.testing.assert_close(logits(read_model(out)), wanted, rtol=0, atol=2e-5)
+    if form != "native":
+        vectors = 4 * sum(moe.layer(x.index).width * len(x.pruned) for x in plan.mask.layers)
+        predicted = pruned_bytes(
+            folder,
+            plan.mask,
+            fill_values_bytes=vectors if form == "vllm-mone" else 0,
+            keep_router_rows=form == "vllm-mone",
+        )
+        assert measured(read_headers(out)) == predicted == written.stored
+    return True
+
+
+def check_plain(moe, plan, out, wanted) -> None:
+    """A plain checkpoint, loaded by transformers alone: the model with the experts cut out, bit for bit."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, experts_implementation="eager", dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    assert getattr(model.config, "quantization_config", None) is None
+    assert not hasattr(model.config, "approximate_experts")
+    assert model.config.num_experts == len(plan.mask.layers[0].survivors)
+    smaller = copy.deepcopy(moe)
+    assert not remove_experts(smaller, plan)
+    assert torch.equal(logits(model), logits(smaller.model))
+    torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def olmoe(bases):
+    folder = bases("olmoe")
+    return folder, open_base(folder)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("operator", "scale", "shape"), CELLS)
+def test_every_cell_is_exported_and_equal_or_refused(operator, scale, shape, form, olmoe, tmp_path):
+    check_cell(*olmoe, tmp_path / "out", form, operator, scale, shape, stacked=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", "deepseek_v2", "qwen2_moe"])
+def test_every_cell_of_other_families(family, form, bases, tmp_path):
+    folder = bases(family)
+    moe = open_base(folder)
+    done = 0
+    for number, (operator, scale, shape) in enumerate(CELLS):
+        (tmp_path / str(number)).mkdir()
+        out = tmp_path / str(number) / "out"
+        done += check_cell(folder, moe, out, form, operator, scale, shape, stacked=family == "granitemoe")
+    assert done
