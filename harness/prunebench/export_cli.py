@@ -26,6 +26,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of a file of weights, such as 500MB (default %(default)s)",
     )
+    ct = parser.add_argument_group("for ct (default: experts in 4 bits, groups of 128 columns, attention as it is)")
+    ct.add_argument("--bits", type=int, help="of the experts' matrices, 2 to 8")
+    ct.add_argument("--attention-bits", type=int, help="of the attention's matrices, 2 to 8")
+    ct.add_argument("--group-size", type=int, help="columns that share a scale")
     parser.add_argument("--model", metavar="FOLDER", help="the base model's folder, if the run's model was a folder")
     parser.add_argument("--operator", metavar="FILE", help="the operator's file, if it is not shipped")
 
@@ -43,15 +47,18 @@ def run_export(options: argparse.Namespace, step: Callable[[str, int, int], None
         options: as parsed.
         step: called with (what, done, total).
     """
-    from prunebench.export import export_run
+    from prunebench.export import Scheme, export_run
     from prunebench.moe import quiet_libraries
 
     quiet_libraries()
+    given = {name: getattr(options, name) for name in ("bits", "attention_bits", "group_size")}
+    scheme = Scheme(**{name: value for name, value in given.items() if value is not None})
     done = export_run(
         options.run,
         options.format,
         options.out,
         max_shard_size=options.max_shard_size,
+        scheme=scheme if any(value is not None for value in given.values()) else None,
         model=options.model,
         operator=options.operator,
         progress=step,

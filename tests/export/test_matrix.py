@@ -26,16 +26,17 @@ from transformers import AutoModelForCausalLM
 from vllm_reader import read_model
 
 from prunebench.errors import UsageError
-from prunebench.export import load, write_export
+from prunebench.export import Scheme, load, verify, write_export
 from prunebench.install import remove_experts
 from prunebench.storage import measured, pruned_bytes, read_headers
+from prunebench.testing import random_ids
 
 CELLS = [
     *itertools.product(KEEPING, [None], [UNIFORM, PER_LAYER]),
     *itertools.product(REFILLING, SCALES, [UNIFORM, PER_LAYER]),
 ]
 Cell = tuple[str, str | None, str]
-FORMATS = ("native", "hf", "vllm-mone")
+FORMATS = ("native", "hf", "vllm-mone", "ct")
 NAMES = {
     "constant": "Constant",
     "zero": "Zero",
@@ -52,10 +53,12 @@ def reason(cell: Cell, form: str, *, stacked: bool = False) -> str | None:
     """Why a cell is impossible for a softmax router, in words of the error; None if it is possible."""
     operator, scale, shape = cell
     found: list[str] = []
-    if form == "hf":
+    if form in {"hf", "ct"}:
         found += [f"pruned experts are answered by {NAMES[operator]}"] * (operator in NAMES)
         found += [f"scale {scale} of this router"] * (scale not in {None, "renorm"})
         found += [r"layers keep different numbers of experts \(3, 4\)"] * (shape == PER_LAYER)
+    if form == "ct":
+        found += ["the files stack the experts"] * stacked
     if form == "vllm-mone":
         found += ["slots of pruned experts are refilled"] * (scale is not None)
         fine = operator in {"constant", "zero", "edited constant", "reroute", "edited reroute"}
@@ -76,7 +79,12 @@ def check_cell(base, cell: Cell, form: str, out, *, stacked: bool = False) -> bo
         assert not list(out.parent.iterdir())
         return False
     wanted = evaluated(moe, plan)
-    written = write_export(pruned, form, out)
+    written = write_export(pruned, form, out, scheme=Scheme(group_size=16) if form == "ct" else None)
+    if form == "ct":
+        # Equal to the model that is cut and rounded; tests of the format itself unpack it by hand.
+        assert verify(out, ids_BL=random_ids(2, 16)).exact
+        assert measured(read_headers(out)) == written.stored
+        return True
     assert torch.equal(logits(load(out)), wanted) or form == "hf"
     if form == "hf":
         check_plain(moe, plan, out, wanted)
@@ -131,4 +139,4 @@ def test_every_cell_of_other_families(family, form, bases, tmp_path):
     for number, cell in enumerate(CELLS):
         (tmp_path / str(number)).mkdir()
         done += check_cell(base, cell, form, tmp_path / str(number) / "out", stacked=stacked)
-    assert done == {"native": len(CELLS), "hf": 2, "vllm-mone": 0 if stacked else 6}[form]
+    assert done == {"native": len(CELLS), "hf": 2, "vllm-mone": 0 if stacked else 6, "ct": 0 if stacked else 2}[form]

@@ -6,6 +6,7 @@ before anything is written.
 """
 
 from prunebench.export.pruned import PrunedModel, Settings
+from prunebench.export.quantized import Scheme
 from prunebench.export.reading import Verification, load, verify
 from prunebench.export.refusals import FORMATS
 from prunebench.export.writing import Exported, export_run, write_export
@@ -14,6 +15,7 @@ __all__ = [
     "FORMATS",
     "Exported",
     "PrunedModel",
+    "Scheme",
     "Settings",
     "Verification",
     "export_run",

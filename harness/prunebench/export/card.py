@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import prunebench
 from prunebench.export.pruned import Anatomy, PrunedModel, in_words
+from prunebench.export.quantized import Scheme
 from prunebench.storage import PARTS
 
 __all__ = ["card"]
@@ -23,7 +24,7 @@ _HOW_TO_LOAD: Final[Mapping[str, str]] = {
 }
 
 
-def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, Any], scheme: Scheme | None) -> str:
     """The card as Markdown.
 
     Args:
@@ -31,7 +32,7 @@ def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, 
         anatomy: of its base model.
         form: name of the format.
         stored: bytes on disk, as `storage.measured` gives them.
-        notes: more lines on what this format did.
+        scheme: how weights were quantized, or None.
     """
     plan, convention = pruned.plan, anatomy.layers[0].convention
     total = sum(layer.experts for layer in plan.mask.layers)
@@ -46,6 +47,7 @@ def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, 
         "gate scale": in_words(plan.scales) or "the unpruned router's gates: every slot is kept",
         "router groups": pruned.policy if convention.groups is not None else "none",
         "evaluated in": f"{pruned.settings.dtype}, {pruned.settings.experts_implementation}, {pruned.settings.device}",
+        **({} if scheme is None else {"quantized": _quantized(scheme)}),
         **_of_record(pruned.record),
     }
     lines = [
@@ -70,10 +72,17 @@ def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, 
         f"| total | {stored['total']:,} |",
         "",
         *_recorded_bytes(pruned, stored, form),
-        *(f"- {note}" for note in notes),
         *_scores(pruned),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _quantized(scheme: Scheme) -> str:
+    attention = f"{scheme.attention_bits} bits" if scheme.attention_bits else "as it was"
+    return (
+        f"experts {scheme.bits} bits, attention {attention}; round-to-nearest, symmetric, groups of"
+        f" {scheme.group_size} columns. The scores below are of the unquantized model"
+    )
 
 
 def _answers(pruned: PrunedModel) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from prunebench.calibration import CalibrationSpec
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
-from prunebench.export import native, vllm_mone
+from prunebench.export import ct, native, vllm_mone
 from prunebench.export.folder import digests
 from prunebench.export.native import INSIDE
-from prunebench.export.pruned import Anatomy, Settings
+from prunebench.export.pruned import Anatomy, PrunedModel, Settings
+from prunebench.export.quantized import Scheme, need_compressed_tensors
+from prunebench.export.shards import DEFAULT_SHARD, parse_size
 from prunebench.export.writing import EXPORT_FILE, SCHEMA
 from prunebench.install import installed
 from prunebench.loader import resolve_model
@@ -32,8 +35,9 @@ __all__ = ["Verification", "load", "verify"]
 PROBE: Final = CalibrationSpec("world:general", 8, 64, "C")
 """The text that is compared on, 512 tokens; what arms are calibrated on, from another draw."""
 
-# Of formats that run the very code that was evaluated nothing less is asked.
-EXACT: Final = ("native", "vllm-mone")
+# Of formats that run the very code that was evaluated nothing less is asked, nor of packed weights, whose source is the
+# model that is cut to size and rounded in the same way.
+EXACT: Final = ("native", "vllm-mone", "ct")
 # Mean KL divergence in nats per token that rounding may cost where experts and router rows are physically gone.
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 
@@ -49,6 +53,7 @@ class Export:
         weights_sha256: what identifies its files.
         policy: of router groups.
         settings: how the model was evaluated.
+        scheme: how it was quantized, or None.
         files: digests of all files but the description.
     """
 
@@ -58,6 +63,7 @@ class Export:
     weights_sha256: str
     policy: GroupPolicy
     settings: Settings
+    scheme: Scheme | None
     files: Mapping[str, str]
 
     @classmethod
@@ -74,7 +80,8 @@ class Export:
                 raise UsageError(f"schema {data['schema']!r}", where=str(path), expected=f"schema {SCHEMA}")
             base, settings = data["base"], Settings(**data["settings"])
             known = str(data["format"]), str(base["model"]), str(base["weights_sha256"]), data["policy"]
-            return cls(folder, *known, settings, dict(data["files"]))
+            scheme = None if data["quantization"] is None else Scheme(**data["quantization"])
+            return cls(folder, *known, settings, scheme, dict(data["files"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 "the folder holds no export", where=str(folder), expected=f"{INSIDE}/{EXPORT_FILE}, whole"
@@ -124,6 +131,9 @@ def load(folder: str | Path, *, base: str | Path | None = None, device: str | No
     if export.form == "vllm-mone":
         plan = vllm_mone.plan_of(export.folder, Anatomy.of(export.folder))
         return _pruned(vllm_mone.weights_of(export.folder, settings), plan, export.policy)
+    if export.form == "ct":
+        need_compressed_tensors()
+        return ct.load(export.folder, settings)
     return _weights(export.folder, settings)
 
 
@@ -222,6 +232,14 @@ def _check_files(export: Export) -> None:
 
 
 def _source(export: Export, base: Path) -> Any:
+    """The evaluated model; for packed weights, the one that is cut and rounded as they were."""
+    if export.scheme is not None:
+        need_compressed_tensors()
+        plan = native.read_plan(export.folder)
+        pruned = PrunedModel(export.base, base, export.weights_sha256, plan, export.policy, export.settings)
+        with tempfile.TemporaryDirectory() as scratch:
+            ct.simulate(pruned, Anatomy.of(base), Path(scratch), parse_size(DEFAULT_SHARD), export.scheme)
+            return _weights(Path(scratch), export.settings)
     return _installed(export, base, native.read_plan(export.folder), export.settings)
 
 

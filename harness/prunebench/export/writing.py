@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from prunebench.export import hf, native, vllm_mone
+from prunebench.errors import UsageError
+from prunebench.export import ct, hf, native, vllm_mone
 from prunebench.export.card import card
 from prunebench.export.folder import check_free, digests, new_folder
 from prunebench.export.native import INSIDE
@@ -20,6 +21,7 @@ from prunebench.export.pruned import (
     facts_of_plan,
     pruned_model_of,
 )
+from prunebench.export.quantized import Scheme, need_compressed_tensors
 from prunebench.export.refusals import FORMATS, refuse
 from prunebench.export.shards import DEFAULT_SHARD, parse_size
 from prunebench.mask import canonical_json
@@ -60,6 +62,7 @@ def export_run(
     out: Path | None = None,
     *,
     max_shard_size: str = DEFAULT_SHARD,
+    scheme: Scheme | None = None,
     model: str | None = None,
     operator: str | None = None,
     progress: Progress | None = None,
@@ -71,6 +74,7 @@ def export_run(
         form: name of the format.
         out: the new folder; `default_folder` if None.
         max_shard_size: bytes of tensors per file, such as 5GB.
+        scheme: how weights are quantized; for ct only, and its default if None.
         model: the base model's folder, where the record has only its name.
         operator: the operator's file, if it is not shipped.
         progress: called with (what, done, total).
@@ -80,18 +84,23 @@ def export_run(
         PruneBenchError: as `pruned_model_of`.
     """
     check_format(form, FORMATS)
+    scheme = _scheme(form, scheme)
     limit = parse_size(max_shard_size)
     out = default_folder(run, form) if out is None else out
     check_free(out)
 
     def check(facts: Facts) -> None:
         refuse(facts, form)
+        if scheme is not None:
+            ct.check_scheme(facts.anatomy, scheme)
 
     pruned = pruned_model_of(read_run(run), check, model=model, operator=operator, progress=progress)
-    return write_export(pruned, form, out, limit=limit)
+    return write_export(pruned, form, out, limit=limit, scheme=scheme)
 
 
-def write_export(pruned: PrunedModel, form: str, out: Path, *, limit: int | None = None) -> Exported:
+def write_export(
+    pruned: PrunedModel, form: str, out: Path, *, limit: int | None = None, scheme: Scheme | None = None
+) -> Exported:
     """Write a pruned model in one format, all or nothing.
 
     Args:
@@ -99,22 +108,31 @@ def write_export(pruned: PrunedModel, form: str, out: Path, *, limit: int | None
         form: name of the format.
         out: the new folder.
         limit: bytes of tensors per file.
+        scheme: how weights are quantized; for ct only, and its default if None.
 
     Raises:
         UsageError: what the format cannot hold, before anything is written; something is there already.
+        PrerequisiteError: ct without compressed-tensors.
     """
     check_format(form, FORMATS)
+    scheme = _scheme(form, scheme)
     anatomy = Anatomy.of(pruned.folder)
     refuse(facts_of_plan(pruned, anatomy), form)
+    if scheme is not None:
+        ct.check_scheme(anatomy, scheme)
+    limit = limit or parse_size(DEFAULT_SHARD)
     with new_folder(out) as folder:
         native.write_plan(pruned.plan, folder)
-        _WRITERS[form](pruned, anatomy, folder, limit or parse_size(DEFAULT_SHARD))
+        if scheme is None:
+            _WRITERS[form](pruned, anatomy, folder, limit)
+        else:
+            ct.write(pruned, anatomy, folder, limit, scheme)
         stored = _stored(pruned, form, folder)
-        (folder / "README.md").write_text(card(pruned, anatomy, form, stored), encoding="utf-8")
+        (folder / "README.md").write_text(card(pruned, anatomy, form, stored, scheme), encoding="utf-8")
         if pruned.record is not None:
             (folder / INSIDE / "record.json").write_text(canonical_json(pruned.record) + "\n", encoding="utf-8")
         description = folder / INSIDE / EXPORT_FILE
-        data = _description(pruned, form)
+        data = _description(pruned, form, scheme)
         data["files"] = digests(folder, without=description)
         description.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return Exported(out, form, stored)
@@ -131,7 +149,17 @@ def _stored(pruned: PrunedModel, form: str, folder: Path) -> dict[str, Any]:
     return {"total": sum(parts.values()), "parts": parts}
 
 
-def _description(pruned: PrunedModel, form: str) -> dict[str, Any]:
+def _scheme(form: str, scheme: Scheme | None) -> Scheme | None:
+    """The scheme to quantize by; None for formats that do not."""
+    if form != "ct":
+        if scheme is not None:
+            raise UsageError(f"{form} quantizes nothing", fix="leave bits and group size out, or give --format ct")
+        return None
+    need_compressed_tensors()
+    return scheme or Scheme()
+
+
+def _description(pruned: PrunedModel, form: str, scheme: Scheme | None) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "format": form,
@@ -139,5 +167,6 @@ def _description(pruned: PrunedModel, form: str) -> dict[str, Any]:
         "mask": pruned.plan.mask.digest,
         "policy": pruned.policy,
         "settings": asdict(pruned.settings),
+        "quantization": None if scheme is None else scheme.to_json(),
         "run_id": None if pruned.record is None else pruned.record["run_id"],
     }
