@@ -54,15 +54,15 @@ def reason(cell: Cell, form: str, *, stacked: bool = False) -> str | None:
     operator, scale, shape = cell
     found: list[str] = []
     if form in {"hf", "ct"}:
-        found += [f"pruned experts are answered by {NAMES[operator]}"] * (operator in NAMES)
+        found += [f"pruned experts are answered by {NAMES.get(operator)}"] * (operator in NAMES)
         found += [f"scale {scale} of this router"] * (scale not in {None, "renorm"})
         found += [r"layers keep different numbers of experts \(3, 4\)"] * (shape == PER_LAYER)
     if form == "ct":
         found += ["the files stack the experts"] * stacked
     if form == "vllm-mone":
         found += ["slots of pruned experts are refilled"] * (scale is not None)
-        fine = operator in {"constant", "zero", "edited constant", "reroute", "edited reroute"}
-        found += [] if fine else [f"pruned experts are answered by {NAMES[operator]}"]
+        fine = operator in {"constant", "zero", "edited constant"} or operator not in NAMES
+        found += [] if fine else [f"pruned experts are answered by {NAMES.get(operator)}"]
         found += ["the files stack the experts"] * stacked
     return found[0] if found else None
 

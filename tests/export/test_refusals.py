@@ -13,10 +13,10 @@ from export_material import evaluated, logits, open_base, plan_for, pruned_model
 from safetensors.torch import load_file, save_file
 
 from prunebench.errors import UsageError
-from prunebench.export import FORMATS, load, write_export
+from prunebench.export import FORMATS, Scheme, load, verify, write_export
 from prunebench.export.pruned import Anatomy, facts_of_plan
 from prunebench.export.refusals import REFUSALS, refuse
-from prunebench.testing import FAMILIES
+from prunebench.testing import FAMILIES, random_ids
 from prunebench.testing.families import policy_of, renorm_plan
 
 # rule -> (family, operator, scale, format, the words that the error must have)
@@ -29,6 +29,7 @@ CASES = {
     "stacked": ("granitemoe", "constant", None, "vllm-mone", "block_sparse_moe.input_linear.weight"),
     "input gates": ("llama4", "constant", None, "vllm-mone", "gates multiply the experts' input"),
     "identities": ("longcat_flash", "constant", None, "vllm-mone", "6 identity experts"),
+    "unreadable": ("bailing_hybrid", "reroute", "renorm", "ct", "bailing_hybrid: transformers joins its convolution"),
     "edits": ("gpt_oss", "edited reroute", "renorm", "hf", "gate_up_proj_bias has no tensor"),
     "unprunable": ("deepseek_v4.hash", "reroute", "renorm", "hf", "layer 0 keeps all its experts"),
     "groups": ("deepseek_v3.groups", "reroute", "renorm", "hf", "the unpruned router chooses the groups"),
@@ -119,6 +120,32 @@ def check_family(family, bases, out) -> None:
     wanted = evaluated(moe, plan, policy)
     write_export(pruned_model(folder, plan, policy=policy), "hf", out)
     torch.testing.assert_close(logits(load(out)), wanted, rtol=0, atol=2e-5)
+
+
+# Stacked experts, besides.
+PACKED = sorted(
+    set(FAMILIES)
+    - IMPOSSIBLE
+    - {"granitemoe", "granitemoeshared", "granitemoehybrid", "gpt_oss", "gemma4", "llama4", "bailing_hybrid"}
+)
+
+NO_ATTENTION = {"deepseek_v4", "nemotron_h", "nemotron_h.latent"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [None, 4])
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_weights_of_every_family_load_in_plain_transformers(family, attention, bases, tmp_path):
+    folder = bases(family, experts=16, top_k=4)
+    moe = open_base(folder)
+    pruned = pruned_model(folder, renorm_plan(moe), policy=policy_of(moe))
+    scheme = Scheme(4, attention, 8)
+    if attention and family in NO_ATTENTION:
+        with pytest.raises(UsageError, match="its attention has no linear that the files call as transformers does"):
+            write_export(pruned, "ct", tmp_path / "out", scheme=scheme)
+        return
+    write_export(pruned, "ct", tmp_path / "out", scheme=scheme)
+    assert verify(tmp_path / "out", ids_BL=random_ids(2, 16)).exact
 
 
 @pytest.mark.parametrize("family", QUICK)

@@ -33,6 +33,7 @@ from prunebench.storage import expert_of, part_of
 __all__ = ["check_scheme", "load", "simulate", "write"]
 
 _WEIGHT: Final = ".weight"
+_EXPERTS: Final = "experts.*."
 
 
 def write(  # noqa: PLR0917  what the other formats take, and how to quantize
@@ -111,8 +112,14 @@ def check_scheme(anatomy: Anatomy, scheme: Scheme) -> None:
     Raises:
         UsageError: naming the matrix.
     """
+    bits = _bits(anatomy, scheme)
+    if scheme.attention_bits is not None and all(word.startswith(_EXPERTS) for word in bits):
+        raise UsageError(
+            "ct cannot hold this model: its attention has no linear that the files call as transformers does",
+            fix="leave --attention-bits out",
+        )
     for name in anatomy.headers:
-        if _word(name) in _bits(anatomy, scheme) and (columns := _shape(name, anatomy)[1]) % scheme.group_size:
+        if _word(name) in bits and (columns := _shape(name, anatomy)[1]) % scheme.group_size:
             raise UsageError(
                 f"ct cannot hold this model: {name} has {columns} columns",
                 expected=f"a multiple of the group size {scheme.group_size}",
@@ -132,21 +139,30 @@ def _word(name: str) -> str:
         return ""
     module = name.removesuffix(_WEIGHT)
     if part_of(name) == "experts" and expert_of(name) is not None:
-        return "experts.*." + module.rpartition(".")[2]
+        return _EXPERTS + module.rpartition(".")[2]
     if part_of(name) == "attention":
         return ".".join(module.split(".")[-2:])
     return ""
 
 
 def _bits(anatomy: Anatomy, scheme: Scheme) -> Mapping[str, int]:
-    """The linears that are quantized, by their names in a layer, and to how many bits."""
+    """The linears that are quantized, by their names in a layer, and to how many bits.
+
+    An attention's linear counts only if transformers calls it as the files do, in every layer: readers find it by the
+    name of its module.
+    """
     found: dict[str, int] = {}
+    otherwise: set[str] = set()
     for name, tensor in anatomy.headers.items():
         word = _word(name)
-        bits = scheme.bits if word.startswith("experts.") else scheme.attention_bits
-        if word and len(tensor.shape) == 2 and bits is not None:
-            found[word] = bits
-    return found
+        of_expert = word.startswith(_EXPERTS)
+        bits = scheme.bits if of_expert else scheme.attention_bits
+        if not word or bits is None:
+            continue
+        if len(tensor.shape) != 2 or not (of_expert or name.removesuffix(_WEIGHT) in anatomy.linears):
+            otherwise.add(word)
+        found[word] = bits
+    return {word: bits for word, bits in found.items() if word not in otherwise}
 
 
 def _packed(  # noqa: PLR0917  what a linear is quantized by
@@ -183,8 +199,8 @@ def _config(pruned: PrunedModel, anatomy: Anatomy, scheme: Scheme, bits: Mapping
     from compressed_tensors.quantization import QuantizationConfig
 
     groups: dict[str, Any] = {}
-    for group, start in (("experts", "experts.*."), ("attention", "")):
-        words = sorted(word.removeprefix(start) for word in bits if word.startswith("experts.") == bool(start))
+    for group, start in (("experts", _EXPERTS), ("attention", "")):
+        words = sorted(word.removeprefix(start) for word in bits if word.startswith(_EXPERTS) == bool(start))
         if words:
             escaped = "|".join(re.escape(word) for word in words)
             target = rf"re:.*\.experts\.\d+\.({escaped})$" if start else rf"re:.*\.({escaped})$"

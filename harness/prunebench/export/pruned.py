@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from prunebench.errors import UsageError
 from prunebench.install import configured_counts
 from prunebench.mask import GroupPolicy, Mask
@@ -116,19 +118,22 @@ class Anatomy:
         layers: MoE layers without weights, by increasing index.
         unprunable: index -> why that layer keeps all its experts.
         headers: tensors of its files.
+        linears: module paths of the model's linear layers.
     """
 
     config: Any
     layers: tuple[MoELayer, ...]
     unprunable: Mapping[int, str]
     headers: Mapping[str, Tensor]
+    linears: frozenset[str]
 
     @classmethod
     def of(cls, folder: Path) -> Anatomy:
         """Of a checkpoint folder; reads no weight."""
         model = empty_model(folder)
         unprunable = {layer.index: layer.reason for layer in find_unprunable(model)}
-        return cls(model.config, find_layers(model, where=str(folder)), unprunable, read_headers(folder))
+        linears = frozenset(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        return cls(model.config, find_layers(model, where=str(folder)), unprunable, read_headers(folder), linears)
 
     def counts(self, kept: int) -> dict[str, Any]:
         """The config's words for a layer's number of experts, if that is `kept`."""

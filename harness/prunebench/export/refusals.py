@@ -40,6 +40,12 @@ class Refusal:
     fix: str = _AS_NATIVE
 
 
+UNREADABLE: Final = {
+    "bailing_hybrid": "transformers joins its convolution kernels as it loads, but not where weights are packed",
+}
+"""Model types whose packed weights transformers 5.24 does not load, and why."""
+
+
 def _quantized(facts: Facts) -> str:
     return f"the base checkpoint is quantized by {facts.quantization}" if facts.quantization else ""
 
@@ -102,6 +108,11 @@ def _identities(facts: Facts) -> str:
     return f"the router also chooses among {count} identity experts" if count else ""
 
 
+def _unreadable(facts: Facts) -> str:
+    kind = facts.anatomy.config.get_text_config().model_type
+    return f"{kind}: {UNREADABLE[kind]}" if kind in UNREADABLE else ""
+
+
 def _stacked(facts: Facts) -> str:
     name = facts.anatomy.stacked
     return f"the files stack the experts of a layer in one tensor ({name})" if name else ""
@@ -109,6 +120,7 @@ def _stacked(facts: Facts) -> str:
 
 REFUSALS: Final = (
     Refusal("quantized", _COPIES, _quantized, "a base checkpoint with plain weights"),
+    Refusal("unreadable", ("ct",), _unreadable, "a model type whose packed weights transformers loads"),
     Refusal("fills", _PLAIN, _filled, "rerouted slots: nothing in this format answers for a pruned expert"),
     Refusal("scale", _PLAIN, _scale, "a scale that a router without them computes, such as renorm of a softmax"),
     Refusal("groups", _PLAIN, _groups, "--groups reselect, and equally many survivors in every router group"),
