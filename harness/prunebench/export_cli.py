@@ -38,6 +38,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     """The options of `prunebench verify`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="an export")
     parser.add_argument("--base", metavar="MODEL", help="the base model, where it is not found under its old name")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: as evaluated)")
 
 
 def run_export(options: argparse.Namespace, step: Callable[[str, int, int], None]) -> Result:
@@ -72,7 +73,7 @@ def run_verify(options: argparse.Namespace) -> Result:
     from prunebench.moe import quiet_libraries
 
     quiet_libraries()
-    found = verify(options.folder, base=options.base)
+    found = verify(options.folder, base=options.base, device=options.device)
     same = "every bit the same" if found.exact else f"largest difference {found.largest:.2g}"
     text = (
         f"{found.form}: log-probabilities of {found.tokens} tokens, {same}, mean KL {found.divergence:.2g}"

@@ -16,6 +16,7 @@ from prunebench.errors import UsageError
 from prunebench.export import FORMATS, Scheme, load, verify, write_export
 from prunebench.export.pruned import Anatomy, facts_of_plan
 from prunebench.export.refusals import REFUSALS, refuse
+from prunebench.loader import content_root
 from prunebench.testing import FAMILIES, random_ids
 from prunebench.testing.families import policy_of, renorm_plan
 
@@ -157,3 +158,11 @@ def test_files_of_many_namings_are_cut_right(family, bases, tmp_path):
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - IMPOSSIBLE - set(QUICK)))
 def test_files_of_every_family_are_cut_right(family, bases, tmp_path):
     check_family(family, bases, tmp_path / "out")
+
+
+def test_the_manual_has_the_table():
+    text = (content_root() / "docs" / "export.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    stated = [(cells[0].removeprefix("| "), tuple(cells[1].split(", "))) for cells in rows]
+    table = [(row.rule, row.formats) for row in REFUSALS]
+    assert [row for row in stated if row[0] in dict(table)] == table

@@ -13,9 +13,9 @@ from export_material import evaluated, logits, open_base, plan_for, pruned_model
 from vllm_reader import read_model
 
 import prunebench
-from prunebench import cli
+from prunebench import cli, export_cli
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
-from prunebench.export import Settings, export_run, load, verify, write_export
+from prunebench.export import FORMATS, Settings, export_run, load, verify, write_export
 from prunebench.loader import content_root
 from prunebench.record import read_run
 from prunebench.run import Session
@@ -71,7 +71,7 @@ def test_a_run_is_made_again_from_its_record(runs, model):
         {"operator": "tilt", "operator_parameters": ("rank=2",), "operator_layers": "1"},
     ):
         run = read_run(runs(**changes))
-        arm, _, plan = rebuild(run, model=model)
+        arm, plan = rebuild(run, model=model)
         assert plan.manifest() == run.record["tensors"]
         assert plan.mask.digest == run.record["identity"]["mask"]["digest"]
         assert plan.scales == tuple(filter(None, (run.record["arm"]["resolved_scale"] or "").split(", ")))
@@ -143,6 +143,13 @@ def test_the_commands_from_run_to_verified_export(runs, model, tmp_path, capsys,
     assert (found["exact"], found["passed"], found["tokens"]) == (True, True, 512)
     assert cli.main(["export", str(folder), "--format", "hf", "--model", model]) == 2
     assert "hf cannot hold this model" in capsys.readouterr().err
+    (out / "README.md").write_text("another")
+    assert cli.main(["verify", str(out)]) == 1
+    assert "README.md is not as it was written" in capsys.readouterr().err
+
+
+def test_the_command_line_knows_the_formats():
+    assert export_cli.FORMATS == FORMATS
 
 
 FRESH = """

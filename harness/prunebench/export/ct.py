@@ -27,7 +27,7 @@ from prunebench.export.pruned import Anatomy, PrunedModel, Settings
 from prunebench.export.quantized import Quantizer, Scheme, round_to_nearest
 from prunebench.export.shards import Entry, TensorFiles, write_shards
 from prunebench.export.weights import copy_small_files, sliced, write_config
-from prunebench.moe.load import DTYPES, load_weights
+from prunebench.moe.load import DTYPES
 from prunebench.storage import expert_of, part_of
 
 __all__ = ["check_scheme", "load", "simulate", "write"]
@@ -96,12 +96,7 @@ def load(folder: Path, settings: Settings) -> Any:
     logger.disable("compressed_tensors")
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return load_weights(
-                folder,
-                device=settings.device,
-                dtype=settings.dtype,
-                experts_implementation=settings.experts_implementation,
-            )
+            return settings.weights(folder)
     finally:
         logger.enable("compressed_tensors")
 

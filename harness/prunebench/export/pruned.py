@@ -13,11 +13,12 @@ from prunebench.errors import UsageError
 from prunebench.install import configured_counts
 from prunebench.mask import GroupPolicy, Mask
 from prunebench.moe.layer import MoELayer, find_layers, find_unprunable
-from prunebench.moe.load import empty_model
+from prunebench.moe.load import empty_model, load_weights
 from prunebench.plan import Plan
 from prunebench.record import Run
 from prunebench.replacement import Constant, Survivor, Zero
 from prunebench.routing import Scale
+from prunebench.run.arm import PreparedArm
 from prunebench.run.rebuild import rebuild
 from prunebench.run.session import Progress
 from prunebench.storage import Tensor, expert_of, layer_of, part_of, read_headers
@@ -31,13 +32,25 @@ class Settings:
 
     Args:
         dtype: of the weights.
-        device: its kind, `cpu` or `cuda`.
+        device: `cpu` or `cuda`; `map:auto` is a model spread over devices.
         experts_implementation: of transformers.
     """
 
     dtype: str = "float32"
     device: str = "cpu"
     experts_implementation: str = "eager"
+
+    def weights(self, folder: Path) -> Any:
+        """The model of a checkpoint folder, loaded so."""
+        kind, _, spread = self.device.partition(":")
+        mapped = kind == "map"
+        return load_weights(
+            folder,
+            device="cpu" if mapped else self.device,
+            dtype=self.dtype,
+            device_map=spread if mapped else None,
+            experts_implementation=self.experts_implementation,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,13 +98,11 @@ def pruned_model_of(
     Raises:
         PruneBenchError: as `rebuild`, and whatever `check` raises.
     """
-    from prunebench.run.arm import prepare
-    from prunebench.run.rebuild import spec_of
 
-    folder = prepare(spec_of(run, model=model, operator=operator)).folder
-    check(facts_of_record(run.record, Anatomy.of(folder)))
-    arm, loaded, plan = rebuild(run, model=model, operator=operator, progress=progress)
-    del loaded
+    def early(arm: PreparedArm) -> None:
+        check(facts_of_record(run.record, Anatomy.of(arm.folder)))
+
+    arm, plan = rebuild(run, model=model, operator=operator, check=early, progress=progress)
     known = arm.known
     return PrunedModel(
         model=str(Path(arm.spec.model).resolve()) if Path(arm.spec.model).is_dir() else arm.spec.model,
@@ -99,11 +110,7 @@ def pruned_model_of(
         weights_sha256=known["model"]["weights_sha256"],
         plan=plan,
         policy=arm.policy,
-        settings=Settings(
-            known["dtype"],
-            "cuda" if known["device"].startswith("map:") else known["device"],
-            known["experts_implementation"],
-        ),
+        settings=Settings(known["dtype"], known["device"], known["experts_implementation"]),
         record=run.record,
         run=f"{run.path.parent.name}/{run.path.name}",
     )

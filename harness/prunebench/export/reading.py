@@ -26,7 +26,6 @@ from prunebench.install import installed
 from prunebench.loader import resolve_model
 from prunebench.mask import GroupPolicy
 from prunebench.moe import load_tokenizer, open_model
-from prunebench.moe.load import load_weights
 from prunebench.plan import Plan
 from prunebench.run.sources import ModelFiles, calibration_tokens
 
@@ -134,22 +133,13 @@ def load(folder: str | Path, *, base: str | Path | None = None, device: str | No
     if export.form == "ct":
         need_compressed_tensors()
         return ct.load(export.folder, settings)
-    return _weights(export.folder, settings)
-
-
-def _weights(folder: Path, settings: Settings) -> Any:
-    return load_weights(
-        folder,
-        device=settings.device,
-        dtype=settings.dtype,
-        experts_implementation=settings.experts_implementation,
-    )
+    return settings.weights(export.folder)
 
 
 def _installed(export: Export, base: Path, plan: Plan, settings: Settings) -> Any:
     if export.form == "native":
         native.check_router(export.folder, base)
-    return _pruned(_weights(base, settings), plan, export.policy)
+    return _pruned(settings.weights(base), plan, export.policy)
 
 
 def _pruned(model: Any, plan: Plan, policy: GroupPolicy) -> Any:
@@ -190,12 +180,19 @@ class Verification:
         return {**vars(self), "passed": self.passed}
 
 
-def verify(folder: str | Path, *, base: str | Path | None = None, ids_BL: Tensor | None = None) -> Verification:
+def verify(
+    folder: str | Path,
+    *,
+    base: str | Path | None = None,
+    device: str | None = None,
+    ids_BL: Tensor | None = None,
+) -> Verification:
     """Compare log-probabilities of an export's files with those of its source, the base model with the plan on it.
 
     Args:
         folder: of the export.
         base: the base model, where it is not found under its old name.
+        device: where both are run; as evaluated if None.
         ids_BL: token ids to compare on; by default `PROBE`, in the base model's tokens.
 
     Raises:
@@ -204,11 +201,13 @@ def verify(folder: str | Path, *, base: str | Path | None = None, ids_BL: Tensor
     """
     export = Export.read(Path(folder))
     _check_files(export)
+    if device is not None:
+        export = changed(export, settings=changed(export.settings, device=device))
     base_folder = export.base_folder(base)
     if ids_BL is None:
         ids_BL = calibration_tokens(PROBE, load_tokenizer(base_folder)).ids_BL
     source_BLV = _log_probabilities(_source(export, base_folder), ids_BL)
-    saved_BLV = _log_probabilities(load(export.folder, base=base), ids_BL)
+    saved_BLV = _log_probabilities(load(export.folder, base=base, device=export.settings.device), ids_BL)
     if source_BLV.shape != saved_BLV.shape:
         raise IntegrityError(f"logits of shape {list(saved_BLV.shape)}", expected=f"{list(source_BLV.shape)}")
     divergence_BL = (source_BLV.exp() * (source_BLV - saved_BLV)).sum(-1)
@@ -239,7 +238,7 @@ def _source(export: Export, base: Path) -> Any:
         pruned = PrunedModel(export.base, base, export.weights_sha256, plan, export.policy, export.settings)
         with tempfile.TemporaryDirectory() as scratch:
             ct.simulate(pruned, Anatomy.of(base), Path(scratch), parse_size(DEFAULT_SHARD), export.scheme)
-            return _weights(Path(scratch), export.settings)
+            return export.settings.weights(Path(scratch))
     return _installed(export, base, native.read_plan(export.folder), export.settings)
 
 

@@ -30,7 +30,7 @@ from prunebench.export.pruned import Anatomy, PrunedModel, Settings
 from prunebench.export.shards import Entry, TensorFiles, bytes_of, write_shards
 from prunebench.export.weights import copy_small_files, retained, write_config
 from prunebench.mask import Mask
-from prunebench.moe.load import DTYPES, load_weights
+from prunebench.moe.load import DTYPES
 from prunebench.plan import FillPlan, LayerPlan, Plan
 from prunebench.replacement import Constant
 from prunebench.storage import INDEX, expert_of, layer_of, part_of, read_headers, shards_of
@@ -121,12 +121,7 @@ def weights_of(folder: Path, settings: Settings) -> Any:
         shard_of.update(dict.fromkeys(zeros, "replaced.safetensors"))
         (whole / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": shard_of}), encoding="utf-8")
         with _quietly():
-            return load_weights(
-                whole,
-                device=settings.device,
-                dtype=settings.dtype,
-                experts_implementation=settings.experts_implementation,
-            )
+            return settings.weights(whole)
 
 
 @contextmanager

@@ -7,13 +7,12 @@ identity, so its operator is asked once more, on the recorded mask, and the answ
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.loader import available, load_method_class
-from prunebench.moe import LoadedModel
 from prunebench.plan import Plan
 from prunebench.record import Run
 from prunebench.run.arm import ArmSpec, PreparedArm, prepare
@@ -66,9 +65,14 @@ def spec_of(run: Run, *, model: str | None = None, operator: str | None = None) 
 
 
 def rebuild(
-    run: Run, *, model: str | None = None, operator: str | None = None, progress: Progress | None = None
-) -> tuple[PreparedArm, LoadedModel, Plan]:
-    """The run's arm, its loaded model and its plan, which has the recorded mask and tensors.
+    run: Run,
+    *,
+    model: str | None = None,
+    operator: str | None = None,
+    check: Callable[[PreparedArm], None] | None = None,
+    progress: Progress | None = None,
+) -> tuple[PreparedArm, Plan]:
+    """The run's arm and its plan, which has the recorded mask and tensors.
 
     Score and gradient passes that the run's grid has left beside its records are used; others are made again.
 
@@ -76,6 +80,7 @@ def rebuild(
         run: a pruned run.
         model: as for `spec_of`.
         operator: as for `spec_of`.
+        check: is shown the arm before anything is computed.
         progress: called with (what, done, total).
 
     Raises:
@@ -84,10 +89,12 @@ def rebuild(
     """
     arm = prepare(spec_of(run, model=model, operator=operator))
     _check_same(run, arm)
+    if check is not None:
+        check(arm)
     records = run.path.resolve().parent.parent
     with tempfile.TemporaryDirectory() as scratch:
         session = Session(records if (records / CACHE).is_dir() else Path(scratch), progress=progress)
-        loaded, plan = session.plan(arm)
+        plan = session.plan(arm)
     assert plan is not None
     for name, made in (("tensors", plan.manifest()), ("edits", plan.edit_manifest())):
         if made != run.record.get(name, {}):
@@ -97,7 +104,7 @@ def rebuild(
                 expected="the same bytes, which a processor or a library of another version may round otherwise",
                 fix="run the arm anew here, and export that run",
             )
-    return arm, loaded, plan
+    return arm, plan
 
 
 def _shipped(name: str, run: Run) -> str:

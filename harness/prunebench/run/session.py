@@ -137,8 +137,8 @@ class Session:
             with same_torch():
                 return self._select(arm, arm.method, loaded, scores, text)
 
-    def plan(self, arm: PreparedArm) -> tuple[LoadedModel, Plan | None]:
-        """The arm's model and its plan, None if dense; nothing is evaluated or written.
+    def plan(self, arm: PreparedArm) -> Plan | None:
+        """The arm's plan, None if dense; nothing is evaluated or written.
 
         Raises:
             UsageError: bad input.
@@ -148,7 +148,7 @@ class Session:
             plan, _, fitted = self._plan(arm, loaded, self._tokens(arm, loaded))
         if fitted is not None and fitted.checkpoint is not None:
             fitted.checkpoint.forget()
-        return loaded, plan
+        return plan
 
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()
