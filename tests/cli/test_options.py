@@ -56,6 +56,11 @@ OPTIONS = {
     },
     "board": {"--json", "RECORDS", "--out"},
     "pack": {"--json", "RECORDS", "--unpack"},
+    "export": {
+        *("--json", "RUN", "--format", "--out", "--max-shard-size", "--model", "--operator"),
+        *("--bits", "--attention-bits", "--group-size"),
+    },
+    "verify": {"--json", "DIR", "--base", "--device"},
     "check-env": {"--json"},
 }
 
