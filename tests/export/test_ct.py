@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from vllm_reader import read_tensors
 
 from prunebench.errors import PrerequisiteError, UsageError
-from prunebench.export import Scheme, Settings, export_run, load, verify, write_export
+from prunebench.export import Scheme, Settings, load, verify, write_export
 from prunebench.export.quantized import Quantized, round_to_nearest
-from prunebench.loader import content_root
 from prunebench.storage import measured, read_headers
 from prunebench.testing import random_ids
 
@@ -235,13 +234,3 @@ def test_without_the_package_the_extra_is_named(base, tmp_path, monkeypatch):
         PrerequisiteError, match=r"compressed-tensors is not installed; .*pip install 'prunebench\[ct\]'"
     ):
         write_export(pruned_model(folder, plan_for(moe, "reroute", "renorm")), "ct", tmp_path / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "scale"), [("tiny-olmoe", "other"), ("tiny-moonlight", "trained"), ("tiny-deepseek-v2", "other")]
-)
-def test_every_trained_model_that_names_its_experts(model, scale, tmp_path):
-    run = content_root() / "leaderboard" / "records" / "tiny" / model / f"mone-ratio0.5-reroute-{scale}-A"
-    export_run(run, "ct", tmp_path / "out", scheme=Scheme(3, 4, 32))
-    assert verify(tmp_path / "out").exact

@@ -15,7 +15,7 @@ from vllm_reader import read_model
 import prunebench
 from prunebench import cli, export_cli
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
-from prunebench.export import FORMATS, Settings, export_run, load, verify, write_export
+from prunebench.export import FORMATS, Scheme, Settings, export_run, load, verify, write_export
 from prunebench.loader import content_root
 from prunebench.record import read_run
 from prunebench.run import Session
@@ -158,7 +158,7 @@ import torch
 
 cells = json.load(sys.stdin)
 for form, folder, dtype, out in cells:
-    if form == "hf":
+    if form in {"hf", "ct"}:
         from transformers import AutoModelForCausalLM
 
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -195,12 +195,13 @@ def test_every_format_in_a_fresh_process(bases, tmp_path):
         ("native", "edited reroute", "keep"),
         ("vllm-mone", "constant", None),
         ("hf", "reroute", "renorm"),
+        ("ct", "reroute", "renorm"),
     ):
         plan = plan_for(moe, operator, scale)
         out = tmp_path / f"{form}-{operator}"
-        write_export(pruned_model(folder, plan), form, out)
+        write_export(pruned_model(folder, plan), form, out, scheme=Scheme(group_size=16) if form == "ct" else None)
         cells.append((form, out, "float32"))
-        wanted.append(evaluated(moe, plan) if form != "hf" else logits(load(out)))
+        wanted.append(logits(load(out)) if form in {"hf", "ct"} else evaluated(moe, plan))
     for found, one in zip(in_fresh_process(cells, tmp_path), wanted, strict=True):
         assert torch.equal(found, one)
 
@@ -255,30 +256,42 @@ def test_a_trained_model_cut_to_size(model, tmp_path):
     check_zoo(model, f"mone-ratio0.5-reroute-{CUT[model]}-A", "hf", tmp_path / "out")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("operator", ["reroute", "compel"])
-@pytest.mark.parametrize("model", CUT)
-def test_every_trained_model_cut_to_size(model, operator, tmp_path):
-    scale = {"trained": "-trained", "other": "-other"}[CUT[model]]
-    name = f"mone-ratio0.5-{operator}{scale if operator == 'reroute' or scale == '-other' else ''}-A"
-    if operator == "reroute":
-        check_zoo(model, name, "hf", tmp_path / "out")
-        return
-    # Edits are float32 here, so they take more bytes than the record counts.
-    export_run(RECORDS / model / name, "hf", tmp_path / "out")
-    assert verify(tmp_path / "out").passed
+def export_zoo(model: str, arm: str, form: str, out: Path) -> tuple[str, Path, str]:
+    """A committed run exported and verified, to be loaded in a fresh process."""
+    scheme = Scheme(3, 4, 32) if form == "ct" else None
+    export_run(RECORDS / model / arm, form, out, scheme=scheme)
+    found = verify(out)
+    assert found.passed
+    assert found.exact or form == "hf"
+    return form, out, "float32"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["native", "vllm-mone"])
 @pytest.mark.parametrize("model", CUT)
-def test_every_trained_model_with_constants(model, form, tmp_path):
-    arm = "mone-ratio0.5-constant-A"
-    if (model, form) == ("tiny-granite", "vllm-mone"):
-        with pytest.raises(UsageError, match="the files stack the experts"):
-            export_run(RECORDS / model / arm, form, tmp_path / "out")
-        return
-    check_zoo(model, arm, form, tmp_path / "out")
+def test_every_trained_model_in_every_format_that_applies_and_in_a_fresh_process(model, tmp_path):
+    rerouted, constant = f"mone-ratio0.5-reroute-{CUT[model]}-A", "mone-ratio0.5-constant-A"
+    arms = [(constant, "native"), (rerouted, "hf"), (constant, "vllm-mone"), (rerouted, "ct")]
+    cells = []
+    for arm, form in arms:
+        if model == "tiny-granite" and form in {"vllm-mone", "ct"}:
+            with pytest.raises(UsageError, match="the files stack the experts"):
+                export_run(RECORDS / model / arm, form, tmp_path / form)
+            continue
+        if form == "ct":
+            cells.append(export_zoo(model, arm, form, tmp_path / form))
+            continue
+        check_zoo(model, arm, form, tmp_path / form)
+        cells.append((form, tmp_path / form, "float32"))
+    for found, (_, out, _) in zip(in_fresh_process(cells, tmp_path), cells, strict=True):
+        assert torch.equal(found, logits(load(out)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CUT)
+def test_every_trained_model_with_edited_survivors_cut_to_size(model, tmp_path):
+    """Edits are float32 here, so they take more bytes than the record counts."""
+    arm = "mone-ratio0.5-compel" + ("-other" if CUT[model] == "other" else "") + "-A"
+    export_zoo(model, arm, "hf", tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -68,10 +68,10 @@ def _filled(facts: Facts) -> str:
 
 
 def _scale(facts: Facts) -> str:
-    needs, convention = facts.needs_router_rows, facts.anatomy.layers[0].convention
-    return f"scale {in_words(needs)} of this router ({convention.describe()}) needs the pruned experts' rows" * bool(
-        needs
-    )
+    if not (needs := facts.needs_router_rows):
+        return ""
+    router = facts.anatomy.layers[0].convention.describe()
+    return f"scale {in_words(needs)} of this router ({router}) needs the pruned experts' rows"
 
 
 def _groups(facts: Facts) -> str:
