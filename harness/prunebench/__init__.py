@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from prunebench.evaluate.reading import reading_items as reading_items
     from prunebench.evaluate.sources import TaskSuite as TaskSuite
     from prunebench.evaluate.tasks import common_detail as common_detail
+    from prunebench.export import load as load
     from prunebench.fit import CopyPair as CopyPair
     from prunebench.fit import ExpertMoments as ExpertMoments
     from prunebench.fit import Fitted as Fitted
@@ -238,6 +239,7 @@ _MODULE_OF = {
     "functional_remap": "fit",
     "generation_of": "evaluate.code",
     "held_out_share": "fit",
+    "load": "export",
     "load_method": "loader",
     "load_suite": "loader",
     "names_function": "evaluate.extract",

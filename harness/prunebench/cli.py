@@ -27,6 +27,7 @@ import prunebench
 from prunebench.bytes_cli import add_bytes, run_bytes
 from prunebench.cost_cli import add_cost, run_cost
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.export_cli import add_export, add_verify, run_export, run_verify
 from prunebench.mask_cli import add_mask_verbs, add_selection, run_mask_verb
 from prunebench.mask_studies import Result, add_calibration
 
@@ -113,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     new = verb("new-method", "write a commented method that passes the checks, to start from")
     new.add_argument("name", metavar="NAME", help="small letters, digits and hyphens")
     new.add_argument("--folder", type=Path, help="where to (default: methods, if it is here, else here)")
+    add_export(verb("export", "write a pruned run's model for other tools, or say why a format cannot hold it"))
+    add_verify(verb("verify", "whether an export's files compute what their source does"))
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
@@ -236,6 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "recompute": _recompute,
         "check": _check,
         "new-method": _new_method,
+        "export": _export,
+        "verify": run_verify,
         "check-env": _check_env,
     }
     try:
@@ -345,6 +350,11 @@ def _mask(options: argparse.Namespace) -> Result:
 def _cost(options: argparse.Namespace) -> Result:
     with _Progress() as progress:
         return run_cost(options, progress.step)
+
+
+def _export(options: argparse.Namespace) -> Result:
+    with _Progress() as progress:
+        return run_export(options, progress.step)
 
 
 def _params(options: argparse.Namespace) -> Result:
@@ -667,11 +677,12 @@ def _check_env(_options: argparse.Namespace) -> Result:
     }
     optional = {
         "evalplus": "extra code",
+        "compressed_tensors": "extra ct, for export --format ct",
         "accelerate": "extra gpu, for --device-map",
         "altair": "extra plots, for compare --plot",
         "vl_convert": "extra plots, for compare --plot",
     }
-    distributions = {**needed, "vl_convert": "vl-convert-python"}
+    distributions = {**needed, "vl_convert": "vl-convert-python", "compressed_tensors": "compressed-tensors"}
     rows: list[dict[str, str]] = [{"what": "python", "state": platform.python_version(), "need": "needed"}]
     missing = []
     for name in (*needed, *optional):

@@ -23,7 +23,7 @@ from prunebench.plan import Plan
 from prunebench.replacement import Survivor
 from prunebench.routing import Scale
 
-__all__ = ["installed", "programs_of", "remove_experts", "shrink", "slice_layer", "slice_model"]
+__all__ = ["configured_counts", "installed", "programs_of", "remove_experts", "shrink", "slice_layer", "slice_model"]
 
 # The names under which configurations count the experts of a layer.
 _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -182,16 +182,22 @@ def slice_model(moe: MoEModel, mask: Mask) -> None:
     _set_configured_count(moe.model.config.get_text_config(), moe.layers[0].expert_count, kept.pop())
 
 
+def configured_counts(config: Any, old: int, new: int) -> dict[str, Any]:
+    """What a text model's configuration says of the experts of a layer, by name, with `new` in place of `old`."""
+    said = {name: vars(config)[name] for name in _COUNTS if name in vars(config)}
+    return {
+        name: [new if count == old else count for count in value] if isinstance(value, list) else new
+        for name, value in said.items()
+        if isinstance(value, list) or value == old
+    }
+
+
 def _set_configured_count(config: Any, old: int, new: int) -> None:
     """Write the number of experts under every name that the configuration stores it by."""
-    names = [name for name in _COUNTS if name in vars(config)]
-    if not names:
+    counts = configured_counts(config, old, new)
+    if not counts:
         raise UsageError(
             f"{type(config).__name__} does not say how many experts a layer has", expected=" or ".join(_COUNTS)
         )
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, list):
-            setattr(config, name, [new if count == old else count for count in value])
-        elif value == old:
-            setattr(config, name, new)
+    for name, value in counts.items():
+        setattr(config, name, value)

@@ -55,6 +55,7 @@ __all__ = [
     "read_run",
     "run_id",
     "runs_under",
+    "sync",
     "validate",
     "write_items",
     "write_run",
@@ -504,9 +505,9 @@ def write_run(
             raise IntegrityError("packed items read as other ones", where=str(folder))
         (temporary / RECORD_FILE).write_text(_text(record), encoding="utf-8")
         for path in (temporary / ITEMS_FILE, temporary / RECORD_FILE, temporary):
-            _sync(path)
+            sync(path)
         _put_in_place(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise UsageError(
             "cannot write the run", where=str(folder), expected="a writable folder", fix=str(error)
@@ -539,7 +540,8 @@ def _check_replaceable(folder: Path, new_id: str, *, replace: bool) -> None:
         )
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file's or a folder's content on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -83,6 +83,11 @@ OPTIONS = {
     "recompute": {"--json", "RUN"},
     "check": {"--cards", "--expect", "--json", "--markdown", "--only", "--param", "FILE"},
     "new-method": {"--folder", "--json", "NAME"},
+    "export": {
+        *("--json", "RUN", "--format", "--out", "--max-shard-size", "--model", "--operator"),
+        *("--bits", "--attention-bits", "--group-size"),
+    },
+    "verify": {"--json", "DIR", "--base", "--device"},
     "check-env": {"--json"},
 }
 

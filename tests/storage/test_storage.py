@@ -121,6 +121,7 @@ def test_parts_and_layers_add_up(tmp_path):
         ("model.layers.0.mlp.experts.gate_up_proj", "experts"),
         ("model.layers.0.block_sparse_moe.experts.3.w1.weight", "experts"),
         ("model.layers.0.block_sparse_moe.output_linear.weight", "experts"),
+        ("model.layers.0.mlp.experts.3.approx_value", "fills"),
         ("model.layers.0.mlp.gate.weight", "router"),
         ("model.layers.0.mlp.gate.e_score_correction_bias", "router"),
         ("model.layers.0.block_sparse_moe.router.layer.weight", "router"),

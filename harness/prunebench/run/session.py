@@ -58,10 +58,11 @@ from prunebench.run.sources import calibration_tokens
 from prunebench.sandbox import OPEN, boxed
 from prunebench.suite import Suite
 
-__all__ = ["Outcome", "Session", "check_writable", "finished", "run"]
+__all__ = ["CACHE", "Outcome", "Session", "check_writable", "finished", "run"]
 
 REPEATED_ITEMS = 8
 CACHE = ".cache"
+"""Below the records folder: passes that later arms need again."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -162,6 +163,14 @@ class Session:
         """These statistics of a score or gradient pass over a text, from memory or disk if they are there."""
         return self._scores(arm, self._model(arm), tokens, needs)
 
+    def plan(self, arm: PreparedArm) -> Plan | None:
+        """The arm's plan, None if dense; nothing is evaluated or written.
+
+        Raises:
+            UsageError: bad input.
+        """
+        return self._made(arm)[2]
+
     def planned(self, arm: PreparedArm) -> tuple[LoadedModel, Plan | None, Tensor]:
         """The arm's model, its plan if it is not dense, and [B, L] calibration tokens; proven, and not evaluated.
 
@@ -169,18 +178,22 @@ class Session:
             UsageError: bad input.
             IntegrityError: a check failed.
         """
-        with naming_the_file(arm.method_files, frozenset()):
-            loaded = self._model(arm)
-            tokens = self._tokens(arm, loaded)
-            plan, _, fitted = self._plan(arm, loaded, tokens)
-        probe = tokens[arm.spec.calibration]
+        loaded, probe, plan = self._made(arm)
         checks = [self._empty_mask_proof(loaded, probe)]
         if plan is not None:
             checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
         demand(checks)
+        return loaded, plan, probe.ids_BL
+
+    def _made(self, arm: PreparedArm) -> tuple[LoadedModel, CalibrationTokens, Plan | None]:
+        """The arm's model, the tokens that it is calibrated on, and its plan if it is not dense."""
+        with naming_the_file(arm.method_files, frozenset()):
+            loaded = self._model(arm)
+            tokens = self._tokens(arm, loaded)
+            plan, _, fitted = self._plan(arm, loaded, tokens)
         if fitted is not None and fitted.checkpoint is not None:
             fitted.checkpoint.forget()
-        return loaded, plan, probe.ids_BL
+        return loaded, tokens[arm.spec.calibration], plan
 
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()

@@ -6,20 +6,28 @@ from prunebench.storage.accounts import ALL_PARTS, Account, Layer, Matrix, Surve
 from prunebench.storage.matching import Match, gap_text, match
 from prunebench.storage.quantized import Bits, Packed, bits_per_weight, packed
 from prunebench.storage.saved import (
+    INDEX,
     PARTS,
+    SINGLE,
     Tensor,
+    expert_of,
     file_bytes,
+    layer_of,
     measured,
     part_of,
     pruned_bytes,
     read_headers,
+    router_axis,
+    shards_of,
     stored_bytes,
 )
 from prunebench.storage.shapes import config_tensors, tied_names
 
 __all__ = [
     "ALL_PARTS",
+    "INDEX",
     "PARTS",
+    "SINGLE",
     "Account",
     "Bits",
     "Layer",
@@ -31,15 +39,19 @@ __all__ = [
     "account",
     "bits_per_weight",
     "config_tensors",
+    "expert_of",
     "file_bytes",
     "gap_text",
     "is_linear",
+    "layer_of",
     "match",
     "measured",
     "packed",
     "part_of",
     "pruned_bytes",
     "read_headers",
+    "router_axis",
+    "shards_of",
     "stored_bytes",
     "survey",
     "tied_names",

@@ -17,7 +17,9 @@ from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import Mask
 
 __all__ = [
+    "INDEX",
     "PARTS",
+    "SINGLE",
     "Tensor",
     "expert_bytes",
     "expert_of",
@@ -28,7 +30,9 @@ __all__ = [
     "part_of",
     "pruned_bytes",
     "read_headers",
+    "router_axis",
     "router_rows",
+    "shards_of",
     "stored_bytes",
 ]
 
@@ -37,6 +41,7 @@ PARTS: Final = ("experts", "fills", "router", "shared", "attention", "embeddings
 _RULES: Final = tuple(
     (part, re.compile(pattern))
     for part, pattern in (
+        ("fills", r"\.approx_value$"),  # as vLLM names them
         ("shared", r"shared_expert|shared_mlp"),
         ("experts", r"\.experts\.|block_sparse_moe\.(input|output)_linear"),
         ("router", r"\.gate\.(wg\.)?weight|\.gate\.bias|\.router\.|e_score_correction_bias|\.expert_bias"),
@@ -47,8 +52,8 @@ _RULES: Final = tuple(
 _LAYER: Final = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 _LONGEST_HEADER: Final = 100_000_000  # the limit of the safetensors format
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Tensor:
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to, one of `PARTS` (never "fills")."""
+    """The part of a model that a tensor belongs to, one of `PARTS`; of "fills" if it answers for a pruned expert."""
     return next((part for part, pattern in _RULES if pattern.search(name)), "other")
 
 
@@ -85,31 +90,41 @@ def read_headers(path: Path) -> dict[str, Tensor]:
     """
     if path.is_file():
         return _read_header(path)
-    if (path / _INDEX).is_file():
+    if (path / INDEX).is_file():
         return _read_shards(path)
-    if (path / _SINGLE).is_file():
-        return _read_header(path / _SINGLE)
-    raise PrerequisiteError("no safetensors weights", where=str(path), expected=f"{_SINGLE} or {_INDEX}")
+    if (path / SINGLE).is_file():
+        return _read_header(path / SINGLE)
+    raise PrerequisiteError("no safetensors weights", where=str(path), expected=f"{SINGLE} or {INDEX}")
+
+
+def shards_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor of a model folder.
+
+    Raises:
+        PrerequisiteError: as `read_headers`.
+    """
+    if (folder / INDEX).is_file():
+        return _read_index(folder)
+    return dict.fromkeys(read_headers(folder), SINGLE)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    try:
+        shard_of = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in shard_of.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PrerequisiteError("cannot read the index", where=str(folder / INDEX), expected="a weight_map") from error
 
 
 def file_bytes(path: Path) -> int:
     """Bytes of the safetensors files themselves, headers included; `path` as for `read_headers`."""
     if path.is_file():
         return path.stat().st_size
-    shards = set(_weight_map(path).values()) if (path / _INDEX).is_file() else {_SINGLE}
-    return sum((path / shard).stat().st_size for shard in shards)
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    try:
-        shard_of = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in shard_of.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PrerequisiteError("cannot read the index", where=str(folder / _INDEX), expected="a weight_map") from error
+    return sum((path / shard).stat().st_size for shard in set(shards_of(path).values()))
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
-    shard_of = _weight_map(folder)
+    shard_of = _read_index(folder)
     headers = {shard: _read_header(folder / shard) for shard in sorted(set(shard_of.values()))}
     for name, shard in shard_of.items():
         if name not in headers[shard]:
@@ -208,8 +223,8 @@ def identity_experts(tensors: Mapping[str, Tensor], experts: int) -> int:
     """Identity experts of a layer: LongCat-Flash saves a slice for each that nobody reads, and no down projection."""
     found: dict[int, list[str]] = {}
     for name in tensors:
-        if (match := _EXPERT.search(name)) and int(match[1]) >= experts:
-            found.setdefault(int(match[1]), []).append(name)
+        if (expert := expert_of(name)) is not None and expert >= experts:
+            found.setdefault(expert, []).append(name)
     return sum(not any(".down_proj" in name or ".w2" in name for name in names) for names in found.values())
 
 
@@ -220,17 +235,17 @@ def expert_bytes(tensors: Mapping[str, Tensor], experts: int, identities: int, *
     for name, tensor in tensors.items():
         if part_of(name) != "experts":
             continue
-        match = _EXPERT.search(name)
-        if match is None:
+        expert = expert_of(name)
+        if expert is None:
             if not tensor.shape or tensor.shape[0] != experts or tensor.bytes % experts:
                 raise UsageError(
                     f"{name} has shape {list(tensor.shape)}", where=where, expected=f"{experts} experts on dimension 0"
                 )
             stacked += tensor.bytes // experts
-        elif int(match[1]) in single:
-            single[int(match[1])] += tensor.bytes
-        elif int(match[1]) >= experts + identities:
-            raise UsageError(f"the weights hold expert {match[1]}", where=where, expected=f"{experts} experts")
+        elif expert in single:
+            single[expert] += tensor.bytes
+        elif expert >= experts + identities:
+            raise UsageError(f"the weights hold expert {expert}", where=where, expected=f"{experts} experts")
     if len(set(single.values())) > 1:
         raise UsageError("experts of unequal size", where=where, expected=f"{experts} equal experts")
     one = stacked + single[0]
@@ -239,11 +254,18 @@ def expert_bytes(tensors: Mapping[str, Tensor], experts: int, identities: int, *
     return one
 
 
-def router_rows(tensors: Mapping[str, Tensor], experts: int) -> Iterator[int]:
+def router_rows(tensors: Mapping[str, Tensor], choices: int) -> Iterator[int]:
     """Bytes per choice of each router tensor that has one entry for each."""
     for name, tensor in tensors.items():
-        # Gemma-4 scales the router's input by `router.scale`, which may happen to be as long.
-        if part_of(name) != "router" or name.endswith(".router.scale"):
-            continue
-        if tensor.shape[:1] == (experts,) or tensor.shape == (1, experts):
-            yield tensor.bytes // experts
+        if router_axis(name, tensor.shape, choices) is not None:
+            yield tensor.bytes // choices
+
+
+def router_axis(name: str, shape: tuple[int, ...], choices: int) -> int | None:
+    """The axis on which a router's tensor has one entry per choice, or None for any other tensor."""
+    # Gemma-4 scales the router's input by `router.scale`, which may happen to be as long.
+    if part_of(name) != "router" or name.endswith(".router.scale"):
+        return None
+    if shape[:1] == (choices,):
+        return 0
+    return 1 if shape == (1, choices) else None

@@ -1,0 +1,164 @@
+"""A recorded run's plan, made again and proven to be the recorded one.
+
+Records name every stored tensor by its digest, but do not hold it. What a run needs to be made again stands in its
+identity, so its operator is asked once more, on the recorded mask, and the answer must have the recorded digests.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
+from prunebench.loader import available, load_method_class
+from prunebench.plan import Plan
+from prunebench.record import Run
+from prunebench.run.arm import ArmSpec, PreparedArm, prepare
+from prunebench.run.session import CACHE, Progress, Session
+
+__all__ = ["rebuild", "spec_of"]
+
+# What decides about a plan. The rest of an identity says what it was asked.
+_SAME = ("model", "operator", "mask", "calibration", "dtype", "device", "experts_implementation", "batch_tokens")
+_OPTIONAL = ("groups", "operator_layers")
+
+
+def spec_of(run: Run, *, model: str | None = None, operator: str | None = None) -> ArmSpec:
+    """A request for the run's plan: its recorded mask, with its operator as recorded.
+
+    Args:
+        run: a pruned run.
+        model: where the model is, if it was a folder; a record has only the folder's name.
+        operator: where the operator's file is, if it is no shipped one.
+
+    Raises:
+        UsageError: a dense run.
+        PrerequisiteError: an operator that is not shipped, and not given.
+    """
+    identity = run.record["identity"]
+    if run.record["mask"] is None:
+        raise UsageError("the run is dense", where=run.name, expected="a pruned run", fix="use the model itself")
+    asked = identity["operator"]
+    fitted = run.calibration("fit")
+    text = {} if fitted is None else {name: fitted[name] for name in ("text", "blocks", "length", "draw")}
+    layers = identity.get("operator_layers")
+    return ArmSpec(
+        model=model or identity["model"]["name"],
+        mask=str(run.path),
+        operator=operator or _shipped(asked["name"], run),
+        operator_parameters=tuple(f"{name}={_as_text(value)}" for name, value in asked["parameters"].items()),
+        operator_layers=None if layers is None else ",".join(map(str, layers["only"])),
+        scale=asked["scale"],
+        groups=identity.get("groups", ArmSpec.groups),
+        **text,
+        # Nothing is evaluated; this suite has its data with it.
+        suites=("perplexity",),
+        seed=identity["seed"],
+        device="cpu" if identity["device"].startswith("map:") else identity["device"],
+        dtype=identity["dtype"],
+        device_map=identity["device"].removeprefix("map:") if identity["device"].startswith("map:") else None,
+        experts_implementation=identity["experts_implementation"],
+        batch_tokens=identity["batch_tokens"],
+    )
+
+
+def rebuild(
+    run: Run,
+    *,
+    model: str | None = None,
+    operator: str | None = None,
+    check: Callable[[PreparedArm], None] | None = None,
+    progress: Progress | None = None,
+) -> tuple[PreparedArm, Plan]:
+    """The run's arm and its plan, which has the recorded mask and tensors.
+
+    Score and gradient passes that the run's grid has left beside its records are used; others are made again.
+
+    Args:
+        run: a pruned run.
+        model: as for `spec_of`.
+        operator: as for `spec_of`.
+        check: is shown the arm before anything is computed.
+        progress: called with (what, done, total).
+
+    Raises:
+        UsageError, PrerequisiteError: as `spec_of`, or model or operator are not those of the run.
+        IntegrityError: the operator answers with other tensors than it did.
+    """
+    arm = prepare(spec_of(run, model=model, operator=operator))
+    _check_same(run, arm)
+    if check is not None:
+        check(arm)
+    records = run.path.resolve().parent.parent
+    with tempfile.TemporaryDirectory() as scratch:
+        session = Session(records if (records / CACHE).is_dir() else Path(scratch), progress=progress)
+        plan = session.plan(arm)
+    assert plan is not None
+    for name, made in (("tensors", plan.manifest()), ("edits", plan.edit_manifest())):
+        if made != run.record.get(name, {}):
+            raise IntegrityError(
+                f"the operator answers with other {name} than the record names",
+                where=run.name,
+                expected="the same bytes, which a processor or a library of another version may round otherwise",
+                fix="run the arm anew here, and export that run",
+            )
+    return arm, plan
+
+
+def _shipped(name: str, run: Run) -> str:
+    """The shipped file of a method with this name."""
+    for stem in available("methods"):
+        if stem == name or load_method_class(stem).name == name:
+            return stem
+    raise PrerequisiteError(
+        f"operator {name} is not shipped with prunebench", where=run.name, fix="give its file: --operator FILE"
+    )
+
+
+def _as_text(value: object) -> str:
+    """A recorded parameter as it is typed on a command line."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(_as_text(part) for part in value)
+    return str(value)
+
+
+def _check_same(run: Run, arm: PreparedArm) -> None:
+    """Raise unless model, operator and calibration are those of the run, as far as they are known by now."""
+    identity = run.record["identity"]
+    wanted: dict[str, Any] = {name: identity.get(name) for name in (*_SAME, *_OPTIONAL)}
+    found: dict[str, Any] = {name: arm.known.get(name) for name in (*_SAME, *_OPTIONAL)}
+    # Whatever the mask was chosen by, here it is given.
+    wanted["mask"], found["mask"] = wanted["mask"]["digest"], found["mask"]["digest"]
+    wanted["model"], found["model"] = _without_name(wanted["model"]), _without_name(found["model"])
+    wanted["calibration"], found["calibration"] = wanted["calibration"]["fit"], found["calibration"]["fit"]
+    if found["calibration"] is not None and "fingerprint" not in found["calibration"]:
+        wanted["calibration"] = {name: wanted["calibration"][name] for name in found["calibration"]}
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise PrerequisiteError(
+                f"the {name.replace('_', ' ')} is not that of the run ({_difference(value, found[name])})",
+                where=run.name,
+                fix=_HINTS.get(name, "run the arm anew"),
+            )
+
+
+_HINTS = {
+    "model": "give the model's folder: --model FOLDER",
+    "operator": "give the file as it was: --operator FILE; or run the arm anew",
+}
+
+
+def _without_name(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in model.items() if name != "name"}
+
+
+def _difference(wanted: Any, found: Any) -> str:
+    """The first field that differs, in a few words."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        names = [name for name in wanted if found.get(name) != wanted[name]]
+        return f"{names[0]} is {found.get(names[0])!r}, not {wanted[names[0]]!r}" if names else "other fields"
+    return f"{found!r}, not {wanted!r}"
