@@ -1,4 +1,4 @@
-"""The command line: `prunebench list | inspect | run | grid | compare | board | pack | check-env`.
+"""The command line: `prunebench list | inspect | run | grid | mask | compare | params | bytes | board | …`.
 
 Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
 codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
+from prunebench.bytes_cli import add_bytes, run_bytes
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
 
@@ -74,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         "--rank", type=int, default=32, help="of the tilt, whose 2rd values also set the copies' budget (default 32)"
     )
     params.add_argument("--times", type=int, default=1, help="the copies' budget in tilts, 1 or 4 in the paper")
+
+    add_bytes(verb("bytes", "stored bytes by part, pruned and quantized, from files or a configuration, and the gaps"))
 
     board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
     board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
@@ -181,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inspect": _inspect,
         "mask": _mask,
         "params": _params,
+        "bytes": run_bytes,
         "run": _run,
         "grid": _grid,
         "compare": _compare,

@@ -33,7 +33,7 @@ from prunebench.items import (
     write_items,
 )
 from prunebench.mask import Mask, canonical_json
-from prunebench.storage import PARTS
+from prunebench.storage import ALL_PARTS
 
 __all__ = [
     "ITEMS_FILE",
@@ -297,9 +297,9 @@ def _validate_routing(routing: Mapping[str, Any], where: str) -> None:
 def _validate_storage(storage: Mapping[str, Any], where: str) -> None:
     _require_keys(storage, ("total", "parts"), "storage", where)
     parts = storage["parts"]
-    fine = isinstance(parts, dict) and set(parts) <= set(PARTS)
+    fine = isinstance(parts, dict) and set(parts) <= set(ALL_PARTS)
     fine = fine and all(isinstance(size, int) and size >= 0 for size in parts.values())
-    _require(fine, f"storage parts {parts!r}", where, f"bytes by {', '.join(PARTS)}")
+    _require(fine, f"storage parts {parts!r}", where, f"bytes by {', '.join(ALL_PARTS)}")
     total = sum(parts.values())
     _require(storage["total"] == total, f"storage total {storage['total']}", where, f"the sum of its parts {total}")
 

@@ -50,6 +50,10 @@ OPTIONS = {
     "mask diff": {"--json", "A", "B"},
     "mask validate": {"--json", "MASK", "--model"},
     "params": {"--json", "MODEL", "--ratio", "--keep", "--operator", "--rank", "--times"},
+    "bytes": {
+        *("--json", "SOURCE", "--arm", "--ratio", "--keep", "--operator", "--rank", "--slice-router", "--zeros"),
+        *("--group", "--match", "--tolerance", "--config-only"),
+    },
     "compare": {
         *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
         *("--robustness", "--few-shot", "--fixed-answer"),

@@ -1,4 +1,4 @@
-"""Stored bytes, by part and by layer, read from safetensors headers; no tensor is loaded.
+"""Stored bytes of saved files, by part and by layer, read from safetensors headers; no tensor is loaded.
 
 What is counted is what a file holds: a tied tensor that is not saved costs nothing, and bytes come from the offsets, so
 that every dtype is exact. Parts are told apart by tensor name alone.
@@ -16,7 +16,21 @@ from typing import Any, Final
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import Mask
 
-__all__ = ["PARTS", "Tensor", "measured", "part_of", "pruned_bytes", "read_headers", "stored_bytes"]
+__all__ = [
+    "PARTS",
+    "Tensor",
+    "expert_bytes",
+    "expert_of",
+    "file_bytes",
+    "identity_experts",
+    "layer_of",
+    "measured",
+    "part_of",
+    "pruned_bytes",
+    "read_headers",
+    "router_rows",
+    "stored_bytes",
+]
 
 PARTS: Final = ("experts", "fills", "router", "shared", "attention", "embeddings", "other")
 
@@ -51,8 +65,15 @@ def part_of(name: str) -> str:
     return next((part for part, pattern in _RULES if pattern.search(name)), "other")
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
+    """The index of the decoder layer that a tensor belongs to, if any."""
     match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
+def expert_of(name: str) -> int | None:
+    """The id of the expert that a tensor is of, or None where a tensor holds all experts of a layer, or none."""
+    match = _EXPERT.search(name)
     return int(match[1]) if match else None
 
 
@@ -71,13 +92,25 @@ def read_headers(path: Path) -> dict[str, Tensor]:
     raise PrerequisiteError("no safetensors weights", where=str(path), expected=f"{_SINGLE} or {_INDEX}")
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def file_bytes(path: Path) -> int:
+    """Bytes of the safetensors files themselves, headers included; `path` as for `read_headers`."""
+    if path.is_file():
+        return path.stat().st_size
+    shards = set(_weight_map(path).values()) if (path / _INDEX).is_file() else {_SINGLE}
+    return sum((path / shard).stat().st_size for shard in shards)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
     try:
         shard_of = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(shard_of.values()))
+        return {str(name): str(shard) for name, shard in shard_of.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PrerequisiteError("cannot read the index", where=str(folder / _INDEX), expected="a weight_map") from error
-    headers = {shard: _read_header(folder / shard) for shard in shards}
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    shard_of = _weight_map(folder)
+    headers = {shard: _read_header(folder / shard) for shard in sorted(set(shard_of.values()))}
     for name, shard in shard_of.items():
         if name not in headers[shard]:
             raise PrerequisiteError(f"{shard} does not hold {name}", where=str(folder), fix="download the model again")
@@ -133,7 +166,7 @@ def stored_bytes(source: Path | Mapping[str, Tensor]) -> dict[str, Any]:
     tensors = read_headers(source) if isinstance(source, Path) else source
     layers: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
-        index = _layer_of(name)
+        index = layer_of(name)
         if index is not None:
             layer = layers.setdefault(str(index), dict.fromkeys(PARTS, 0))
             layer[part_of(name)] += tensor.bytes
@@ -159,19 +192,19 @@ def pruned_bytes(
     parts = result["parts"]
     by_layer: dict[int | None, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        by_layer.setdefault(_layer_of(name), {})[name] = tensor
+        by_layer.setdefault(layer_of(name), {})[name] = tensor
     for layer in mask.layers:
         own = by_layer.get(layer.index, {})
-        identities = _identities(own, layer.experts)
-        sizes = _expert_sizes(own, layer.experts, identities, where=f"layer {layer.index}")
+        identities = identity_experts(own, layer.experts)
+        sizes = expert_bytes(own, layer.experts, identities, where=f"layer {layer.index}")
         parts["experts"] -= sizes * len(layer.pruned)
         if not keep_router_rows:
-            parts["router"] -= sum(_router_rows(own, layer.experts + identities)) * len(layer.pruned)
+            parts["router"] -= sum(router_rows(own, layer.experts + identities)) * len(layer.pruned)
     result["total"] = sum(parts.values())
     return result
 
 
-def _identities(tensors: Mapping[str, Tensor], experts: int) -> int:
+def identity_experts(tensors: Mapping[str, Tensor], experts: int) -> int:
     """Identity experts of a layer: LongCat-Flash saves a slice for each that nobody reads, and no down projection."""
     found: dict[int, list[str]] = {}
     for name in tensors:
@@ -180,7 +213,7 @@ def _identities(tensors: Mapping[str, Tensor], experts: int) -> int:
     return sum(not any(".down_proj" in name or ".w2" in name for name in names) for names in found.values())
 
 
-def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, identities: int, *, where: str) -> int:
+def expert_bytes(tensors: Mapping[str, Tensor], experts: int, identities: int, *, where: str) -> int:
     """Bytes of one expert of a layer, whichever way the experts are laid out: one by one, or stacked on dimension 0."""
     single = dict.fromkeys(range(experts), 0)
     stacked = 0
@@ -206,7 +239,7 @@ def _expert_sizes(tensors: Mapping[str, Tensor], experts: int, identities: int, 
     return one
 
 
-def _router_rows(tensors: Mapping[str, Tensor], experts: int) -> Iterator[int]:
+def router_rows(tensors: Mapping[str, Tensor], experts: int) -> Iterator[int]:
     """Bytes per choice of each router tensor that has one entry for each."""
     for name, tensor in tensors.items():
         # Gemma-4 scales the router's input by `router.scale`, which may happen to be as long.
