@@ -134,6 +134,17 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     fit.add_argument("--fit-blocks", type=int, help="as --blocks")
     fit.add_argument("--fit-length", type=int, help="as --length")
     fit.add_argument("--fit-draw", help="as --draw")
+    quant = run.add_argument_group("quantization, of what all else has made")
+    quant.add_argument(
+        "--quantize",
+        metavar="SETTING",
+        help="w4, w3, w2: every decoder linear at so many bits, by GPTQ; e3a4: routed experts at 3, the others at 4; "
+        "mc3a4: experts at 2, 3 or 4, 3 on average; with parameters as in 'w4(group=64, zeros=bits)'",
+    )
+    quant.add_argument("--quant-text", help="what the quantizer sees, as --text (default: the mask's, and so below)")
+    quant.add_argument("--quant-blocks", type=int, help="as --blocks")
+    quant.add_argument("--quant-length", type=int, help="as --length")
+    quant.add_argument("--quant-draw", help="as --draw")
     run.add_argument(
         "--suite",
         action="append",
@@ -368,6 +379,11 @@ def _run(options: argparse.Namespace) -> Result:
         fit_blocks=options.fit_blocks,
         fit_length=options.fit_length,
         fit_draw=options.fit_draw,
+        quantize=options.quantize,
+        quant_text=options.quant_text,
+        quant_blocks=options.quant_blocks,
+        quant_length=options.quant_length,
+        quant_draw=options.quant_draw,
         suites=tuple(options.suite or DEFAULT_SUITES),
         seed=options.seed,
         **_machine(options),

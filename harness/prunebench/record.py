@@ -82,7 +82,9 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
-_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = dict.fromkeys(("fit", "remap", "edits", "selection"), (dict,))
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = dict.fromkeys(
+    ("fit", "remap", "edits", "selection", "quantization"), (dict,)
+)
 """How a fit pass went, which survivors answer for whom, which are edited, how the mask was chosen; runs without do not
 have it."""
 _IDENTITY: Final = (

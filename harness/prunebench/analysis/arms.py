@@ -36,6 +36,7 @@ class Selector:
         draw: slice of that text.
         fit_text: what the operator was fitted on; None for what the mask was chosen on.
         fit_draw: the slice of it; None for the mask's.
+        quantize: how it was quantized, as asked for; None for 16 bits.
     """
 
     run: str | None = None
@@ -50,6 +51,7 @@ class Selector:
     draw: str | None = None
     fit_text: str | None = None
     fit_draw: str | None = None
+    quantize: str | None = None
 
     @classmethod
     def of(cls, stated: Mapping[str, Any] | str, where: str) -> Selector:
@@ -78,13 +80,14 @@ class Selector:
         if self.run is not None:
             return self.run
         if self.dense:
-            return f"{self.model} dense"
+            return f"{self.model} dense" + (f" {self.quantize}" if self.quantize else "")
         parameters = ", ".join(f"{name}={value}" for name, value in self.parameters)
         amount = f"keep {self.keep}" if self.keep is not None else f"ratio {self.ratio}" if self.ratio else ""
         chosen = " ".join(filter(None, (self.mask, self.text, self.draw)))
         fitted = " ".join(filter(None, (self.fit_text, self.fit_draw)))
         parts = (str(self.model), chosen, amount, f"{self.operator or ''} {parameters}".strip())
-        return ", ".join([part for part in parts if part] + ([f"fitted on {fitted}"] if fitted else []))
+        more = ([f"fitted on {fitted}"] if fitted else []) + ([self.quantize] if self.quantize else [])
+        return ", ".join([part for part in parts if part] + more)
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ class Found:
             return self.folder == wanted.run
         arm = self.record["arm"]
         if arm["model"] != wanted.model or bool(arm["dense"]) != wanted.dense:
+            return False
+        if arm.get("quantize") != wanted.quantize:
             return False
         if wanted.dense:
             return True

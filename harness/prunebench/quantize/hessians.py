@@ -10,7 +10,6 @@ E experts, R rows (outputs), C columns (inputs), S rows of an input.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,26 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from prunebench.errors import IntegrityError
+from prunebench.quantize.targets import Target
 
-__all__ = ["Hessians", "Target"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A parameter whose matrices are quantized.
-
-    Args:
-        weight: [R, C] of one linear, or [E, R, C] of all experts of a layer.
-        experts: the experts that are left, increasing; (0,) for one linear.
-    """
-
-    weight: Tensor
-    experts: tuple[int, ...] = (0,)
-
-    @property
-    def weight_ERC(self) -> Tensor:
-        """The matrices of the experts that are left."""
-        return self.weight[None] if self.weight.dim() == 2 else self.weight[list(self.experts)]
+__all__ = ["Hessians"]
 
 
 class Hessians(TorchFunctionMode):

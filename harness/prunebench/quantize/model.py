@@ -7,7 +7,7 @@ App. F.2). What a file of these integers holds is `packed`'s business.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,6 +21,7 @@ from prunebench.moe import MoEModel
 from prunebench.moe.decoder import Proof
 from prunebench.quantize.kernel import Quantized
 from prunebench.quantize.setting import Setting
+from prunebench.quantize.targets import decoder_modules, targets_of
 from prunebench.storage import part_of
 
 __all__ = ["QuantizedLinear", "QuantizedModel", "Undo"]
@@ -95,10 +96,28 @@ class QuantizedModel:
             for name, linear in self.linears.items():
                 _write(undo, _parameter(parameters, name), name, linear)
             yield
-            for name, linear in self.linears.items():
-                _check(parameters[name], name, linear)
+            if faults := self.faults(moe):
+                raise IntegrityError("a quantized weight changed while it was in use", where=faults[0])
         finally:
             undo.restore()
+
+    def faults(self, moe: MoEModel, pruned: Mapping[int, Sequence[int]] | None = None) -> list[str]:
+        """Where a model is not this one: weights that differ, and linears that should be here and are not.
+
+        Args:
+            moe: the model, with the quantized weights installed.
+            pruned: layer index -> experts that are not stored; given, the list of linears is checked too.
+        """
+        parameters = dict(moe.model.named_parameters())
+        faults = [name for name, linear in self.linears.items() if not _same(parameters[name], linear)]
+        if pruned is None:
+            return faults
+        wanted: dict[str, tuple[int, ...]] = {}
+        for position, path, module in decoder_modules(moe):
+            targets = targets_of(moe, position, path, module, pruned=pruned, setting=self.setting)
+            wanted |= {name: target.experts for name, target in targets.items()}
+        own = {name: linear.experts for name, linear in self.linears.items()}
+        return faults + sorted(f"{name} was left out" for name in wanted if own.get(name) != wanted[name])
 
     def digest(self) -> str:
         """sha256 over names, integers, scales and zeros."""
@@ -161,8 +180,6 @@ def _write(undo: Undo, weight: Tensor, name: str, linear: QuantizedLinear) -> No
         undo.write(weight, value_ERC[place].to(weight.device), expert if weight.dim() == 3 else None)
 
 
-def _check(weight: Tensor, name: str, linear: QuantizedLinear) -> None:
+def _same(weight: Tensor, linear: QuantizedLinear) -> bool:
     value_ERC = linear.quantized.weight_ERC.to(weight.device, weight.dtype)
-    installed_ERC = weight[None] if weight.dim() == 2 else weight[list(linear.experts)]
-    if not torch.equal(installed_ERC, value_ERC):
-        raise IntegrityError("a weight is not what its integers say", where=name, expected="(q − z)·s of every weight")
+    return torch.equal(weight[None] if weight.dim() == 2 else weight[list(linear.experts)], value_ERC)

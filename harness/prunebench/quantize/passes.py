@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prunebench.calibration import CalibrationTokens
 from prunebench.calibration.base import sum_by_expert
@@ -25,13 +25,13 @@ from prunebench.calibration.stream import Buffers, Progress
 from prunebench.errors import UsageError
 from prunebench.moe import LayerProgram, MoELayer, MoEModel, TokenBatch
 from prunebench.quantize.allocation import WIDTHS, allocate, costs
-from prunebench.quantize.hessians import Hessians, Target
+from prunebench.quantize.hessians import Hessians
 from prunebench.quantize.kernel import Quantized, gptq, output_error
 from prunebench.quantize.model import QuantizedLinear, QuantizedModel, Undo
 from prunebench.quantize.setting import Setting
-from prunebench.storage import is_linear
+from prunebench.quantize.targets import Target, targets_of
 
-__all__ = ["quantize_model", "targets_of", "without_edits"]
+__all__ = ["quantize_model", "without_edits"]
 
 
 def without_edits(programs: Mapping[int, LayerProgram]) -> dict[int, LayerProgram]:
@@ -68,12 +68,13 @@ def quantize_model(
     programs = dict(programs or {})
     for layer in moe.layers:
         _check_layout(layer)
+    pruned = {index: program.pruned for index, program in programs.items()}
     undo = Undo()
     found: dict[str, QuantizedLinear] = {}
     allocation: dict[int, tuple[int, ...]] = {}
 
     def work(visit: DecoderVisit) -> None:
-        targets = targets_of(visit, programs, setting)
+        targets = targets_of(moe, visit.position, visit.name, visit.module, pruned=pruned, setting=setting)
         if not targets:
             return
         experts = [name for name, target in targets.items() if target.weight.dim() == 3]
@@ -106,25 +107,6 @@ def quantize_model(
     finally:
         undo.restore()
     return QuantizedModel(setting, found, proof, int(tokens.ids_BL.numel()), allocation)
-
-
-def targets_of(visit: DecoderVisit, programs: Mapping[int, LayerProgram], setting: Setting) -> dict[str, Target]:
-    """The parameters of a decoder layer that are quantized, by name: the rules are `storage.is_linear`'s."""
-    targets: dict[str, Target] = {}
-    if setting.bits.linears is not None:
-        for name, module in visit.module.named_modules():
-            path = f"{visit.name}.{name}.weight"
-            if isinstance(module, nn.Linear) and is_linear(path, module.weight.shape):
-                targets[path] = Target(module.weight)
-    if visit.moe is not None and setting.bits.experts is not None:
-        gone = set(programs[visit.moe.index].pruned) if visit.moe.index in programs else set()
-        left = tuple(expert for expert in range(visit.moe.expert_count) if expert not in gone)
-        at = next(name for name, module in visit.module.named_modules() if module is visit.moe.experts)
-        for tensor in visit.moe.layout.tensors:
-            weight = getattr(visit.moe.experts, tensor)
-            if weight.dim() == 3:
-                targets[f"{visit.name}.{at}.{tensor}"] = Target(weight, left)
-    return targets
 
 
 def _check_layout(layer: MoELayer) -> None:

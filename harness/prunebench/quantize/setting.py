@@ -46,6 +46,19 @@ class Setting:
     fewest: int = 128
     damping: float = 0.01
 
+    @property
+    def text(self) -> str:
+        """As `setting_of` takes it, with those parameters that are not as usual."""
+        usual = Setting(self.name, Bits())
+        given = {
+            "group": (self.bits.group, usual.bits.group),
+            "zeros": (self.bits.zeros, usual.bits.zeros),
+            "groups": (self.groups, usual.groups),
+            "fewest": (self.fewest, usual.fewest),
+        }
+        said = [f"{key}={value}" for key, (value, plain) in given.items() if value != plain]
+        return f"{self.name}({', '.join(said)})" if said else self.name
+
     def to_json(self) -> dict[str, Any]:
         """As an identity has it: everything that changes an integer or a stored byte."""
         return {

@@ -39,13 +39,21 @@ from prunebench.calibration.score import distinct, settings_of, with_built_in
 from prunebench.calibration.stream import Checkpoint
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy
-from prunebench.install import installed
-from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
+from prunebench.install import installed, programs_of
+from prunebench.integrity import (
+    Check,
+    check_before_evaluation,
+    check_counters,
+    check_empty_mask,
+    check_quantized,
+    demand,
+)
 from prunebench.items import LostQuestionsError
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Method
 from prunebench.moe import LoadedModel, load_model
 from prunebench.plan import FittedPlan, Plan, fit_plan, make_plan
+from prunebench.quantize import QuantizedModel, quantize_model
 from prunebench.record import Item, Run, read_run, write_run
 from prunebench.run.arm import ArmSpec, PreparedArm, matches, prepare
 from prunebench.run.foreign import naming_the_file, same_torch
@@ -141,12 +149,12 @@ class Session:
         loaded = self._model(arm)
         tokens = self._tokens(arm, loaded)
         plan, mask_source, fitted = self._plan(arm, loaded, tokens)
-        probe = tokens[arm.spec.calibration]
-        checks = [self._empty_mask_proof(loaded, probe)]
-        if plan is not None:
-            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
-        demand(checks)
-        items, evaluated, counters = self._evaluate(arm, loaded, plan)
+        quantized = self._quantize(arm, loaded, plan, tokens)
+        with quantized.installed(loaded.moe) if quantized is not None else nullcontext():
+            # Edited survivors are in the quantized weights.
+            deployed = replace(plan, edits={}) if plan is not None and quantized is not None else plan
+            checks = self._prove(arm, loaded, deployed, tokens[arm.spec.calibration], quantized)
+            items, evaluated, counters = self._evaluate(arm, loaded, deployed)
         checks += evaluated
         record = record_of(
             arm,
@@ -157,6 +165,7 @@ class Session:
             checks=checks,
             routing={"bos": bos_policy(loaded.tokenizer), "layers": routing_of(counters, plan, arm.convention)},
             fitted=fitted,
+            quantized=quantized,
         )
         record["volatile"] = {
             "started": started.isoformat(timespec="seconds"),
@@ -220,7 +229,7 @@ class Session:
 
     def _tokens(self, arm: PreparedArm, loaded: LoadedModel) -> dict[CalibrationSpec, CalibrationTokens]:
         """The tokens of every calibration of the arm, and of the one that its proofs run on."""
-        wanted = (arm.spec.calibration, arm.calibration, arm.fit)
+        wanted = (arm.spec.calibration, arm.calibration, arm.fit, arm.quant)
         return {
             one: arm.tokens[one] if one in arm.tokens else calibration_tokens(one, loaded.tokenizer)
             for one in dict.fromkeys(wanted)
@@ -375,6 +384,43 @@ class Session:
                     scores.save(path, key)
             self._passes[name] = scores
         return self._passes[name]
+
+    def _quantize(
+        self,
+        arm: PreparedArm,
+        loaded: LoadedModel,
+        plan: Plan | None,
+        tokens: Mapping[CalibrationSpec, CalibrationTokens],
+    ) -> QuantizedModel | None:
+        """The quantized model that the arm asks for; pruned, filled and edited before."""
+        if arm.quantize is None:
+            return None
+        assert arm.quant is not None
+        return quantize_model(
+            loaded.moe,
+            arm.quantize,
+            tokens[arm.quant],
+            programs=None if plan is None else programs_of(plan, policy=arm.policy),
+            batch_tokens=arm.spec.batch_tokens,
+            progress=lambda what, done, total: self._report(f"quantize, {what}", done, total),
+        )
+
+    def _prove(
+        self,
+        arm: PreparedArm,
+        loaded: LoadedModel,
+        plan: Plan | None,
+        probe: CalibrationTokens,
+        quantized: QuantizedModel | None,
+    ) -> list[Check]:
+        """The checks before the evaluation; those of a quantized model are made on its weights."""
+        if quantized is None:
+            checks = [self._empty_mask_proof(loaded, probe)]
+        else:
+            checks = [check_empty_mask(loaded.moe, probe.ids_BL[:8]), check_quantized(loaded.moe, plan, quantized)]
+        if plan is not None:
+            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
+        return demand(checks)
 
     def _empty_mask_proof(self, loaded: LoadedModel, tokens: CalibrationTokens) -> Check:
         """Check 1, once per loaded model and calibration text."""
