@@ -10,6 +10,7 @@ from prunebench.quantize.allocation import allocate, costs
 from prunebench.quantize.grid import Grid, dequantized, grid_of
 from prunebench.quantize.kernel import FEWEST_TOKENS, Quantized, gptq, output_error, round_to_nearest
 from prunebench.quantize.model import QuantizedLinear, QuantizedModel
+from prunebench.quantize.packed import packed_tensors, read_packed, write_packed
 from prunebench.quantize.passes import quantize_model, without_edits
 from prunebench.quantize.setting import NAMES, Setting, setting_of
 
@@ -27,8 +28,11 @@ __all__ = [
     "gptq",
     "grid_of",
     "output_error",
+    "packed_tensors",
     "quantize_model",
+    "read_packed",
     "round_to_nearest",
     "setting_of",
     "without_edits",
+    "write_packed",
 ]
