@@ -26,7 +26,8 @@ class Selector:
     Args:
         run: the run's folder below the records; nothing else is then asked.
         model: its name.
-        dense: whether it is the unpruned model; all further fields are then of no meaning.
+        dense: whether it is the unpruned model; of all further fields but the last one, and of `text` where that is
+            given, nothing is then asked.
         mask: what chose the mask: a criterion's name.
         ratio: share of experts pruned, as typed.
         keep: experts kept per layer, where those were asked for.
@@ -36,7 +37,7 @@ class Selector:
         draw: slice of that text.
         fit_text: what the operator was fitted on; None for what the mask was chosen on.
         fit_draw: the slice of it; None for the mask's.
-        quantize: how it was quantized, as asked for; None for 16 bits.
+        quantize: how it was quantized, as asked for, on the mask's text; None for 16 bits.
     """
 
     run: str | None = None
@@ -134,7 +135,7 @@ class Found:
         arm = self.record["arm"]
         if arm["model"] != wanted.model or bool(arm["dense"]) != wanted.dense:
             return False
-        if arm.get("quantize") != wanted.quantize:
+        if not self._quantized(wanted):
             return False
         if wanted.dense:
             return True
@@ -151,6 +152,13 @@ class Found:
         own = self.parameters
         same = same and all(name in own and own[name] == value for name, value in wanted.parameters)
         return same and self._calibrated(wanted)
+
+    def _quantized(self, wanted: Selector) -> bool:
+        """Whether it is quantized as asked, on the text that the mask is asked to be of."""
+        if self.record["arm"].get("quantize") != wanted.quantize:
+            return False
+        seen = (self.record["identity"].get("quantize") or {}).get("calibration")
+        return seen is None or _on(seen, wanted.text, wanted.draw)
 
     def _calibrated(self, wanted: Selector) -> bool:
         """A criterion or an operator without statistics has no calibration, and fits any that is asked for."""
