@@ -224,7 +224,17 @@ def _prunings(options: argparse.Namespace, source: _Source, pruner: _Pruner | No
 def _of_run(record: Mapping[str, Any], model: Survey) -> _Pruning:
     pruned = {layer["index"]: len(layer["pruned"]) for layer in record["mask"]["layers"]}
     parts = record["storage"]["parts"]
-    return _Pruning("run", pruned, parts["fills"], keep_router_rows=parts["router"] == model.plain["router"])
+    found = _Pruning("run", pruned, parts["fills"], keep_router_rows=parts["router"] == model.plain["router"])
+    counted = found.arm(model, Bits()).account.ideal
+    # Weights of the same name may have changed, and a run may be quantized already.
+    if wrong := [part for part in parts if part != "metadata" and parts[part] != counted[part]]:
+        raise UsageError(
+            f"the record states {parts[wrong[0]]:,} bytes of {wrong[0]}",
+            where=f"run {record['run_id']}",
+            expected=f"{counted[wrong[0]]:,}, by its mask and the weights at hand",
+            fix="give the model that it ran on, without --config-only, or a run that is not quantized",
+        )
+    return found
 
 
 @dataclass(frozen=True)

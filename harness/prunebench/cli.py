@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.bytes_cli import add_bytes, run_bytes
+from prunebench.cost_cli import add_cost, run_cost
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
 
@@ -77,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     params.add_argument("--times", type=int, default=1, help="the copies' budget in tilts, 1 or 4 in the paper")
 
     add_bytes(verb("bytes", "stored bytes by part, pruned and quantized, from files or a configuration, and the gaps"))
+
+    add_cost(verb("cost", "stored bytes and eager timings of operators on one mask, relative to the dense model"))
 
     board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
     board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
@@ -141,6 +144,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         help="w4, w3, w2: every decoder linear at so many bits, by GPTQ; e3a4: routed experts at 3, the others at 4; "
         "mc3a4: experts at 2, 3 or 4, 3 on average; with parameters as in 'w4(group=64, zeros=bits)'",
     )
+    quant.add_argument(
+        "--match",
+        metavar="SETTING",
+        help="instead of --ratio or --keep: keep as many experts per layer as store most nearly what the unpruned "
+        "model does under this setting, such as e3a4",
+    )
     quant.add_argument("--quant-text", help="what the quantizer sees, as --text (default: the mask's, and so below)")
     quant.add_argument("--quant-blocks", type=int, help="as --blocks")
     quant.add_argument("--quant-length", type=int, help="as --length")
@@ -196,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "mask": _mask,
         "params": _params,
         "bytes": run_bytes,
+        "cost": _cost,
         "run": _run,
         "grid": _grid,
         "compare": _compare,
@@ -301,6 +311,11 @@ def _mask(options: argparse.Namespace) -> Result:
         return run_mask_verb(options, progress.step)
 
 
+def _cost(options: argparse.Namespace) -> Result:
+    with _Progress() as progress:
+        return run_cost(options, progress.step)
+
+
 def _params(options: argparse.Namespace) -> Result:
     from tabulate import tabulate
 
@@ -388,15 +403,23 @@ def _run(options: argparse.Namespace) -> Result:
         seed=options.seed,
         **_machine(options),
     )
+    near: dict[str, Any] = {}
+    said = ""
+    if options.match is not None:
+        from prunebench.run.matching import matched
+
+        spec, found = matched(spec, options.match)
+        near = {"match": {"setting": options.match, "keep": found.setting, **found.to_json()}}
+        said = f"keep {found.setting} against {options.match}: {found.text()}\n"
     arm = prepare(spec)
     if options.dry_run:
-        data: dict[str, Any] = {"folder": str(options.out / spec.folder), "identity": arm.known}
-        return 0, data, f"would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}"
+        data: dict[str, Any] = {"folder": str(options.out / spec.folder), "identity": arm.known, **near}
+        return 0, data, f"{said}would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}"
     with _Progress() as progress:
         outcome = Session(options.out, progress=progress.step).execute(arm)
     record = outcome.run.record
-    data = {"folder": str(outcome.folder), "reused": outcome.reused, "record": record}
-    return 0, data, _run_text(record, outcome.folder, reused=outcome.reused)
+    data = {"folder": str(outcome.folder), "reused": outcome.reused, "record": record, **near}
+    return 0, data, said + _run_text(record, outcome.folder, reused=outcome.reused)
 
 
 def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:

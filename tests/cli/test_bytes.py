@@ -118,6 +118,13 @@ def test_what_cannot_be_counted_is_one_line(olmoe, capsys, arguments, says):
     assert err.count("\n") == 1
 
 
+def test_a_run_of_other_weights_is_refused(capsys):
+    code, _, err = asked(capsys, str(RUNS / "mone-ratio0.5-constant-A"), "--config-only")  # routers of 16 bits
+    assert code == 2
+    assert "the record states 65,536 bytes of router" in err
+    assert err.count("\n") == 1
+
+
 def test_a_run_takes_no_budget(capsys):
     code, _, err = asked(capsys, str(RUNS / "mone-ratio0.5-constant-A"), "--ratio", "0.5")
     assert code == 2

@@ -11,6 +11,7 @@ from prunebench.errors import UsageError
 from prunebench.quantize import setting_of
 from prunebench.run import ArmSpec, Session
 from prunebench.run.arm import prepare
+from prunebench.run.matching import matched
 from prunebench.run.track import read_track
 from prunebench.storage import account, read_headers, survey
 
@@ -161,3 +162,21 @@ def test_dense_is_no_criterion_among_others(tmp_path, line):
     path.write_text(TRACK.partition("[[grid]]")[0] + "[[grid]]\n" + line)
     with pytest.raises(UsageError, match="dense is no criterion"):
         read_track(path)
+
+
+@pytest.mark.parametrize("operator", ["constant", "reroute"])
+def test_matching_keeps_as_many_experts_as_come_nearest(spec, run, operator):
+    asked = spec(operator=operator, ratio=None, quantize="w8(group=16, fewest=1)")
+    found, near = matched(asked, "e6a8(group=16)")
+    assert found == replace(asked, keep=near.setting)
+    record = run(operator=operator, ratio=None, keep=near.setting, quantize="w8(group=16, fewest=1)")
+    assert record["storage"]["total"] == near.total
+    # Nobody else comes nearer.
+    for keep in (near.setting - 1, near.setting + 1):
+        other = run(operator=operator, ratio=None, keep=keep, quantize="w8(group=16, fewest=1)")
+        assert abs(other["storage"]["total"] - near.target) >= abs(near.total - near.target)
+
+
+def test_an_arm_with_a_budget_has_nothing_to_match_with(spec):
+    with pytest.raises(UsageError, match="nothing to match with"):
+        matched(spec(operator="reroute", quantize="w4"), "e3a4")

@@ -26,7 +26,7 @@ from prunebench.routing import Convention, Scale
 from prunebench.run.arm import PreparedArm, calibrations_json, quantization_json
 from prunebench.storage import Tensor, account, part_of, pruned_bytes, read_headers, stored_bytes, survey, tied_names
 
-__all__ = ["git_state", "record_of", "routing_of"]
+__all__ = ["git_state", "provenance", "record_of", "routing_of", "storage_of"]
 
 SURVIVORS = (Survivor.__name__, AffineSurvivor.__name__)
 PACKAGES = ("torch", "transformers", "lm-eval", "numpy", "tokenizers", "safetensors")
@@ -74,11 +74,11 @@ def record_of(
         "metrics": metrics_from_items(items_to_table(items), headline),
         "headline": headline,
         "integrity": [check.to_json() for check in checks],
-        "storage": _storage(arm.folder, plan, arm.convention, quantized),
+        "storage": storage_of(arm.folder, plan, arm.convention, quantized),
         "routing": routing,
         "mask": None if plan is None else plan.mask.to_json(),
         "tensors": {} if plan is None else plan.manifest(),
-        "provenance": _provenance(),
+        "provenance": provenance(),
         **({} if fitted is None else {"fit": fitted.to_json()}),
         **({} if quantized is None else {"quantization": quantized.to_json()}),
         **({} if plan is None or not plan.edits else {"edits": plan.edit_manifest()}),
@@ -125,7 +125,7 @@ def _pruned_share(plan: Plan) -> float:
     return plan.mask.pruned_count / sum(layer.experts for layer in plan.mask.layers)
 
 
-def _storage(
+def storage_of(
     folder: Path, plan: Plan | None, convention: Convention, quantized: QuantizedModel | None = None
 ) -> dict[str, Any]:
     """Bytes of the arm's checkpoint.
@@ -197,7 +197,8 @@ def routing_of(
     return result
 
 
-def _provenance() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
+    """The package's version, and those of the packages that can change a number."""
     packages = {}
     for name in PACKAGES:
         try:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from prunebench.calibration import (
     CalibrationSpec,
@@ -143,6 +144,26 @@ class Session:
             scores = None if text is None or not needs else self._scores(arm, loaded, text, needs)
             with same_torch():
                 return self._select(arm, arm.method, loaded, scores, text)
+
+    def planned(self, arm: PreparedArm) -> tuple[LoadedModel, Plan | None, Tensor]:
+        """The arm's model, its plan if it is not dense, and [B, L] calibration tokens; proven, and not evaluated.
+
+        Raises:
+            UsageError: bad input.
+            IntegrityError: a check failed.
+        """
+        with naming_the_file(arm.method_files, frozenset()):
+            loaded = self._model(arm)
+            tokens = self._tokens(arm, loaded)
+            plan, _, fitted = self._plan(arm, loaded, tokens)
+        probe = tokens[arm.spec.calibration]
+        checks = [self._empty_mask_proof(loaded, probe)]
+        if plan is not None:
+            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
+        demand(checks)
+        if fitted is not None and fitted.checkpoint is not None:
+            fitted.checkpoint.forget()
+        return loaded, plan, probe.ids_BL
 
     def _execute(self, arm: PreparedArm, folder: Path) -> Outcome:
         started, clock = datetime.now(UTC), time.monotonic()

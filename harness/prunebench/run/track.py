@@ -38,7 +38,7 @@ from typing import Any
 from prunebench.errors import UsageError
 from prunebench.run.arm import DEFAULT_SUITES, ArmSpec
 
-__all__ = ["Track", "read_track"]
+__all__ = ["Track", "entry_of", "read_track"]
 
 _GRID: dict[str, type] = {
     "models": list,
@@ -190,8 +190,8 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     )
     sizes = {**_sizes(grid["calibration"]), **_sizes(grid["fit"], "fit_")}
     for draw, fit_draw, amount, mask, entry, name, quant_draw in itertools.product(*axes):
-        operator, operator_parameters, scale = _entry(entry)
-        method, parameters, _ = _entry(mask)
+        operator, operator_parameters, scale = entry_of(entry)
+        method, parameters, _ = entry_of(mask)
         yield {
             "method": method,
             "parameters": parameters,
@@ -206,7 +206,7 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _entry(text: str) -> tuple[str, tuple[str, ...], str | None]:
+def entry_of(text: str) -> tuple[str, tuple[str, ...], str | None]:
     """Name, parameters and scale of `name(parameter=value, …)@scale`; a path may hold parentheses of its own."""
     name, _, scale = text.partition("@")
     parameters: tuple[str, ...] = ()
