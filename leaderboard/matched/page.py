@@ -95,8 +95,8 @@ def matched_page(records: Path, families: Path) -> tuple[str, str]:
         prose("""
             Multiple choice, percent [95 %]; the unpruned models answer nearly everything, so that perplexity, without
             a test here, tells more of small losses. On the front: no arm of the table stores as little and scores as
-            high. Rounded: linears that were rounded to nearest because fewer than 128 tokens reached them, of all that were
-            quantized.
+            high. Rounded: linears that were rounded to nearest because fewer than 128 tokens reached them, of all that
+            were quantized.
         """),
         _front(general, scores).markdown(),
         *_not_measured(gaps),

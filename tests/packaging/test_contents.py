@@ -42,7 +42,7 @@ def test_content_files_import_public_names_torch_numpy_and_the_standard_library(
 def test_every_third_party_import_of_the_package_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = project["dependencies"] + [
-        r for extra in ("code", "gpu", "plots", "test") for r in project["optional-dependencies"][extra]
+        r for extra in ("code", "ct", "gpu", "plots", "test") for r in project["optional-dependencies"][extra]
     ]
     declared = {re.split(r"[<>=!~ \[]", requirement)[0] for requirement in requirements}
     used = {module.partition(".")[0]: file.relative_to(ROOT) for file in PACKAGE for module, _ in imports(file)}
