@@ -165,6 +165,23 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     fit.add_argument("--fit-blocks", type=int, help="as --blocks")
     fit.add_argument("--fit-length", type=int, help="as --length")
     fit.add_argument("--fit-draw", help="as --draw")
+    quant = run.add_argument_group("quantization, of what all else has made")
+    quant.add_argument(
+        "--quantize",
+        metavar="SETTING",
+        help="w4, w3, w2: every decoder linear at so many bits, by GPTQ; e3a4: routed experts at 3, the others at 4; "
+        "mc3a4: experts at 2, 3 or 4, 3 on average; with parameters as in 'w4(group=64, zeros=bits)'",
+    )
+    quant.add_argument(
+        "--match",
+        metavar="SETTING",
+        help="instead of --ratio or --keep: keep as many experts per layer as store most nearly what the unpruned "
+        "model does under this setting, such as e3a4",
+    )
+    quant.add_argument("--quant-text", help="what the quantizer sees, as --text (default: the mask's, and so below)")
+    quant.add_argument("--quant-blocks", type=int, help="as --blocks")
+    quant.add_argument("--quant-length", type=int, help="as --length")
+    quant.add_argument("--quant-draw", help="as --draw")
     run.add_argument(
         "--suite",
         action="append",
@@ -438,19 +455,32 @@ def _run(options: argparse.Namespace) -> Result:
         fit_blocks=options.fit_blocks,
         fit_length=options.fit_length,
         fit_draw=options.fit_draw,
+        quantize=options.quantize,
+        quant_text=options.quant_text,
+        quant_blocks=options.quant_blocks,
+        quant_length=options.quant_length,
+        quant_draw=options.quant_draw,
         suites=tuple(options.suite or DEFAULT_SUITES),
         seed=options.seed,
         **_machine(options),
     )
+    near: dict[str, Any] = {}
+    said = ""
+    if options.match is not None:
+        from prunebench.run.matching import matched
+
+        spec, found = matched(spec, options.match)
+        near = {"match": {"setting": options.match, "keep": found.setting, **found.to_json()}}
+        said = f"keep {found.setting} against {options.match}: {found.text()}\n"
     arm = prepare(spec)
     if options.dry_run:
-        data: dict[str, Any] = {"folder": str(options.out / spec.folder), "identity": arm.known}
-        return 0, data, f"would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}"
+        data: dict[str, Any] = {"folder": str(options.out / spec.folder), "identity": arm.known, **near}
+        return 0, data, f"{said}would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}"
     with _Progress() as progress:
         outcome = Session(options.out, progress=progress.step).execute(arm)
     record = outcome.run.record
-    data = {"folder": str(outcome.folder), "reused": outcome.reused, "record": record}
-    return 0, data, _run_text(record, outcome.folder, reused=outcome.reused)
+    data = {"folder": str(outcome.folder), "reused": outcome.reused, "record": record, **near}
+    return 0, data, said + _run_text(record, outcome.folder, reused=outcome.reused)
 
 
 def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:

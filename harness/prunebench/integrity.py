@@ -3,7 +3,8 @@
 Each check returns a `Check`, which goes into the record; those that need no evaluation run before it, so that nothing
 is spent on a broken arm. They are: (1) an empty mask changes no bit; (2) no token reaches a pruned expert; (3) k slots
 per token; (4) keep and renorm pick the same experts and differ by one scalar per token; (5) every slot has an answer;
-(6) masked = physically removed; (7) stored values are what was declared. The eighth, repeated items, is `run`'s.
+(6) masked = physically removed; (7) stored values are what was declared. The eighth, repeated items, is `run`'s. Of a
+quantized model all of them are made on its weights, and (9) those are what its integers say.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from prunebench.install import programs_of, shrink
 from prunebench.mask import GroupPolicy, Mask
 from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel
 from prunebench.plan import Plan
+from prunebench.quantize import QuantizedModel
 from prunebench.routing import RouterCall, Scale, reroute, scores_and_choice
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "check_counters",
     "check_empty_mask",
     "check_one_ratio",
+    "check_quantized",
     "check_removed_equals_masked",
     "check_slots_answered",
     "check_stored_values",
@@ -116,6 +119,23 @@ def check_stored_values(plan: Plan) -> Check:
         if measured != declared:
             faults.append(f"layer {index}, expert {expert}: {measured} values stored, {declared} declared")
     return _verdict("stored values as declared", faults, f"{plan.values_stored} values in {len(plan.declared)} fills")
+
+
+def check_quantized(moe: MoEModel, plan: Plan | None, quantized: QuantizedModel) -> Check:
+    """9. Every decoder linear that the setting names is what its integers say, and nothing else was touched.
+
+    Args:
+        moe: the model with the quantized weights installed.
+        plan: what prunes it, or None; pruned experts have no integers.
+        quantized: the integers.
+    """
+    pruned = {} if plan is None else {layer.index: layer.pruned for layer in plan.mask.layers}
+    faults = quantized.faults(moe, pruned)
+    found = quantized.to_json()
+    linears = sum(part["linears"] for part in found["parts"].values())
+    rounded = sum(part["fallbacks"] for part in found["parts"].values())
+    detail = f"{linears} linears, {rounded} of them rounded to nearest, {found['dead_columns']} dead columns"
+    return _verdict("quantized weights are what is stored", faults, detail)
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -84,10 +84,10 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "volatile": (dict,),
 }
 _OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = dict.fromkeys(
-    ("fit", "remap", "edits", "selection", "evaluation"), (dict,)
+    ("fit", "remap", "edits", "selection", "evaluation", "quantization"), (dict,)
 )
 """How a fit pass went, which survivors answer for whom, which are edited, how the mask was chosen, how texts were put
-to the model where there are several ways; runs without do not have it."""
+to the model where there are several ways, how it was quantized; runs without do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),

@@ -43,6 +43,12 @@ OPTIONS = {
         "--fit-blocks",
         "--fit-length",
         "--fit-draw",
+        "--quantize",
+        "--match",
+        "--quant-text",
+        "--quant-blocks",
+        "--quant-length",
+        "--quant-draw",
         "--suite",
         "--out",
     }
@@ -123,7 +129,12 @@ def test_every_verb_and_every_option_explains_itself(verb, capsys):
 def test_an_arm_can_be_asked_for_by_every_field_of_its_spec():
     from prunebench.run import ArmSpec
 
-    asked = {option.removeprefix("--").replace("-", "_") for option in OPTIONS["run"]} - {"json", "out", "dry_run"}
+    asked = {option.removeprefix("--").replace("-", "_") for option in OPTIONS["run"]} - {
+        "json",
+        "out",
+        "dry_run",
+        "match",
+    }
     renamed = {"param": "parameters", "operator_param": "operator_parameters", "suite": "suites"}
     assert {renamed.get(name, name) for name in asked} == set(ArmSpec.__dataclass_fields__)
 

@@ -96,6 +96,12 @@ def test_what_is_not_the_run_is_refused(runs, model, bases, tmp_path):
         rebuild(lying, model=model)
 
 
+def test_a_quantized_run_is_refused_since_its_integers_are_not_recorded(runs):
+    folder = runs(operator="constant", quantize="w4(group=16, fewest=1)")
+    with pytest.raises(UsageError, match=r"the run is quantized, .*without --quantize"):
+        export_run(folder, "native")
+
+
 def test_a_dense_run_has_nothing_to_export(runs):
     with pytest.raises(UsageError, match="the run is dense"):
         export_run(runs(method=None, ratio=None), "native")

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from prunebench import cli
 from prunebench.analysis.recompute import recompute
@@ -66,6 +68,28 @@ def test_a_pruned_run_on_every_kind_of_suite_agrees_with_its_items(ask, tmp_path
     # The unpruned forwards are not counted: as many token-layer calls as without the comparison.
     assert cli.main(["recompute", str(outcome.folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["agrees"]
+
+
+@pytest.mark.parametrize("pruned", [True, False])
+def test_fidelity_of_a_quantized_arm_is_to_the_model_in_its_own_weights(ask, tmp_path, monkeypatch, pruned):
+    """While the unpruned model reads, its weights are those of the file, and the quantized ones afterwards."""
+    seen, diverge = [], engine.diverge
+
+    def watched(model, inputs, targets, dense):
+        weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+        before = weight.clone()
+        with dense():
+            seen.append((before, weight.clone()))
+        assert torch.equal(weight, before)
+        return diverge(model, inputs, targets, dense)
+
+    monkeypatch.setattr(engine, "diverge", watched)
+    arm = ask("fidelity", quantize="w2(group=16, fewest=1)", **({} if pruned else {"method": None, "ratio": None}))
+    run = Session(tmp_path).execute(arm).run
+    own = load_file(Path(arm.folder) / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert all(torch.equal(dense, own.to(dense.dtype)) for _, dense in seen)
+    assert not any(torch.equal(quantized, dense) for quantized, dense in seen)
+    assert run.record["metrics"]["fidelity"]["value"] > 0
 
 
 def test_fidelity_counts_pruned_forwards_only(ask, tmp_path):
@@ -138,7 +162,7 @@ def test_no_arm_is_served_anothers_answers(ask, tmp_path):
     """Journals of two masks, two texts and two dtypes have names of their own."""
     session = Session(tmp_path)
     arms = [ask("hellaswag"), ask("hellaswag", dtype="bfloat16"), ask("hellaswag", batch_tokens=512), ask("held_out")]
-    journals = [session._journal(arm, None) for arm in arms]
+    journals = [session._journal(arm, None, None) for arm in arms]
     assert len({journal.path for journal in journals}) == len(arms)
     for journal in journals:
         journal.forget()

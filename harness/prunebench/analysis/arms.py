@@ -26,7 +26,8 @@ class Selector:
     Args:
         run: the run's folder below the records; nothing else is then asked.
         model: its name.
-        dense: whether it is the unpruned model; all further fields are then of no meaning.
+        dense: whether it is the unpruned model; of all further fields but the last one, and of `text` where that is
+            given, nothing is then asked.
         mask: what chose the mask: a criterion's name.
         ratio: share of experts pruned, as typed.
         keep: experts kept per layer, where those were asked for.
@@ -36,6 +37,7 @@ class Selector:
         draw: slice of that text.
         fit_text: what the operator was fitted on; None for what the mask was chosen on.
         fit_draw: the slice of it; None for the mask's.
+        quantize: how it was quantized, as asked for, on the mask's text; None for 16 bits.
     """
 
     run: str | None = None
@@ -50,6 +52,7 @@ class Selector:
     draw: str | None = None
     fit_text: str | None = None
     fit_draw: str | None = None
+    quantize: str | None = None
 
     @classmethod
     def of(cls, stated: Mapping[str, Any] | str, where: str) -> Selector:
@@ -78,13 +81,14 @@ class Selector:
         if self.run is not None:
             return self.run
         if self.dense:
-            return f"{self.model} dense"
+            return f"{self.model} dense" + (f" {self.quantize}" if self.quantize else "")
         parameters = ", ".join(f"{name}={value}" for name, value in self.parameters)
         amount = f"keep {self.keep}" if self.keep is not None else f"ratio {self.ratio}" if self.ratio else ""
         chosen = " ".join(filter(None, (self.mask, self.text, self.draw)))
         fitted = " ".join(filter(None, (self.fit_text, self.fit_draw)))
         parts = (str(self.model), chosen, amount, f"{self.operator or ''} {parameters}".strip())
-        return ", ".join([part for part in parts if part] + ([f"fitted on {fitted}"] if fitted else []))
+        more = ([f"fitted on {fitted}"] if fitted else []) + ([self.quantize] if self.quantize else [])
+        return ", ".join([part for part in parts if part] + more)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ class Found:
         arm = self.record["arm"]
         if arm["model"] != wanted.model or bool(arm["dense"]) != wanted.dense:
             return False
+        if not self._quantized(wanted):
+            return False
         if wanted.dense:
             return True
         # An operator in some layers only is another arm, and is named by its folder.
@@ -146,6 +152,13 @@ class Found:
         own = self.parameters
         same = same and all(name in own and own[name] == value for name, value in wanted.parameters)
         return same and self._calibrated(wanted)
+
+    def _quantized(self, wanted: Selector) -> bool:
+        """Whether it is quantized as asked, on the text that the mask is asked to be of."""
+        if self.record["arm"].get("quantize") != wanted.quantize:
+            return False
+        seen = (self.record["identity"].get("quantize") or {}).get("calibration")
+        return seen is None or _on(seen, wanted.text, wanted.draw)
 
     def _calibrated(self, wanted: Selector) -> bool:
         """A criterion or an operator without statistics has no calibration, and fits any that is asked for."""

@@ -61,6 +61,7 @@ _PLACE: Final = {
     "mask": "method",
     "seed": "method",
     "budget": "ratio",
+    "quantize": "method",
     "operator_layers": "operator",
     "calibration.fit": "fit",
 }
@@ -112,8 +113,9 @@ def _cells(run: Run, execution: Sequence[str], *, several_sizes: bool) -> dict[s
 def _method_detail(identity: Mapping[str, Any]) -> str:
     """How the mask was chosen; the parameters of a method that goes with a given mask had no part in that."""
     given = (identity["mask"] or {}).get("source") == "file"
+    quantized = [f"quantized {identity['quantize']['name']}"] if "quantize" in identity else []
     seed = [f"seed={identity['seed']}"] if identity["seed"] != 0 else []
-    return ", ".join(["given mask"] * given + ([] if given else _parameters(identity["method"])) + seed)
+    return ", ".join(["given mask"] * given + ([] if given else _parameters(identity["method"])) + seed + quantized)
 
 
 def _operator_detail(run: Run) -> str:

@@ -460,6 +460,11 @@ class _Engine:
             raise
         self._outputs = outputs
 
+    def run_layer(self, position: int, layer: MoELayer | None, see: See | None) -> None:
+        """Run the decoder layer that the text stands before, MoE or not, over all batches."""
+        first = self._position if self.proof.streamed else 0
+        self._pass(first, position, f"layer {position}", visited=None if see is None else layer, see=see)
+
     def _pass(
         self,
         first: int,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.moe.layer import MoEModel
 
-__all__ = ["LAST_TOKEN", "DecoderStack", "Proof", "prove", "watch_decoder_layers"]
+__all__ = ["LAST_TOKEN", "DecoderStack", "Proof", "decoder_layers", "prove", "watch_decoder_layers"]
 
 Batch = Mapping[str, Tensor]
 
@@ -198,7 +198,7 @@ def prove(moe: MoEModel, batch: Batch) -> tuple[DecoderStack | None, Proof]:
         the whole forward can be run.
     """
     decoy = {**batch, "input_ids": batch["input_ids"].flip(1)}
-    layers, reason = _decoder_layers(moe)
+    layers, _, reason = decoder_layers(moe)
     if reason:
         return None, Proof(streamed=False, reason=reason, layers=0, tokens=0)
     traces = [_trace(moe.model, layers, one) for one in (batch, decoy)]
@@ -226,16 +226,17 @@ def prove(moe: MoEModel, batch: Batch) -> tuple[DecoderStack | None, Proof]:
     return stack, Proof(streamed=True, reason="", layers=len(stack.layers), tokens=tokens)
 
 
-def _decoder_layers(moe: MoEModel) -> tuple[tuple[nn.Module, ...], str]:
-    """The modules of the list that all MoE layers stand in, or why there is none."""
+def decoder_layers(moe: MoEModel) -> tuple[tuple[nn.Module, ...], str, str]:
+    """The modules of the list that all MoE layers stand in, and the list's path; or why there is none."""
     paths = set()
     for layer in moe.layers:
         match = re.search(r"layers(?=\.\d+(\.|$))", layer.name)
         assert match is not None  # `find_layers` numbered them by it
         paths.add(layer.name[: match.end()])
     if len(paths) > 1:
-        return (), f"the MoE layers stand in several lists: {', '.join(sorted(paths))}"
-    return tuple(moe.model.get_submodule(paths.pop()).children()), ""
+        return (), "", f"the MoE layers stand in several lists: {', '.join(sorted(paths))}"
+    path = paths.pop()
+    return tuple(moe.model.get_submodule(path).children()), path, ""
 
 
 @contextmanager
@@ -245,7 +246,7 @@ def watch_decoder_layers(moe: MoEModel, see: Callable[[int, Tensor, Tensor], Non
     Raises:
         UsageError: for a model whose MoE layers stand in several lists.
     """
-    layers, reason = _decoder_layers(moe)
+    layers, _, reason = decoder_layers(moe)
     if reason:
         raise UsageError(reason, expected="one list of decoder layers")
 

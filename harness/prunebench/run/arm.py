@@ -27,6 +27,7 @@ from prunebench.loader import load_method, load_method_class, load_suite, parse_
 from prunebench.mask import Budget, GroupPolicy, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
+from prunebench.quantize import Setting, setting_of
 from prunebench.record import RECORD_FILE, UNSAFE_LOCAL, read_run
 from prunebench.routing import Convention, Scale
 from prunebench.run.foreign import naming_the_file, same_torch
@@ -47,6 +48,7 @@ __all__ = [
 
 DEFAULT_SUITES = ("multiple_choice", "arithmetic", "code", "perplexity")
 FIT_FIELDS = ("fit_text", "fit_blocks", "fit_length", "fit_draw")
+QUANT_FIELDS = ("quant_text", "quant_blocks", "quant_length", "quant_draw")
 ELSEWHERE = "constant"
 GROUP_POLICIES = ("frozen", "reselect")
 EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -83,6 +85,11 @@ class ArmSpec:
         fit_blocks: another number of blocks.
         fit_length: another length of a block.
         fit_draw: another draw.
+        quantize: how the decoder's linears are quantized once all else is done: a name such as `w4` or `e3a4`.
+        quant_text: another text for the quantizer; None for the mask's, as for the next three.
+        quant_blocks: another number of blocks.
+        quant_length: another length of a block.
+        quant_draw: another draw.
         suites: by name or path; `name=source` for data that are not shipped.
         limit: only the first items of each task; makes the run partial.
         seed: of everything random.
@@ -120,6 +127,11 @@ class ArmSpec:
     fit_blocks: int | None = None
     fit_length: int | None = None
     fit_draw: str | None = None
+    quantize: str | None = None
+    quant_text: str | None = None
+    quant_blocks: int | None = None
+    quant_length: int | None = None
+    quant_draw: str | None = None
     suites: tuple[str, ...] = DEFAULT_SUITES
     limit: int | None = None
     seed: int = 0
@@ -144,8 +156,10 @@ class ArmSpec:
                 object.__setattr__(self, "ratio", f"{Decimal(self.ratio).normalize():f}")
         if self.operator_layers is not None:
             object.__setattr__(self, "operator_layers", ",".join(str(index) for index in self.only_in))
-        for name in FIT_FIELDS:
-            if getattr(self, name) == getattr(self, name.removeprefix("fit_")):
+        if self.quantize is not None:
+            object.__setattr__(self, "quantize", setting_of(self.quantize).text)
+        for name in (*FIT_FIELDS, *QUANT_FIELDS):
+            if getattr(self, name) == getattr(self, name.partition("_")[2]):
                 # What is said twice is one request, so one arm.
                 object.__setattr__(self, name, None)
 
@@ -157,7 +171,15 @@ class ArmSpec:
     @property
     def fit_calibration(self) -> CalibrationSpec:
         """What an operator is fitted on: the mask's calibration, but for what was asked otherwise."""
-        own = {name.removeprefix("fit_"): getattr(self, name) for name in FIT_FIELDS}
+        return self._calibrated(FIT_FIELDS)
+
+    @property
+    def quant_calibration(self) -> CalibrationSpec:
+        """What the quantizer sees: the mask's calibration, but for what was asked otherwise."""
+        return self._calibrated(QUANT_FIELDS)
+
+    def _calibrated(self, fields: tuple[str, ...]) -> CalibrationSpec:
+        own = {name.partition("_")[2]: getattr(self, name) for name in fields}
         return replace(self.calibration, **{name: value for name, value in own.items() if value is not None})
 
     @property
@@ -184,7 +206,10 @@ class ArmSpec:
     def folder(self) -> str:
         """A readable folder for the arm's run, `model/arm`; `read_track` refuses arms that would share one."""
         if self.dense:
-            name = "dense"
+            # An unpruned model has a calibration only if it is quantized.
+            own = (self.text.replace("/", "_"), self.draw) if self.quantize is not None else ()
+            usual_own = (ArmSpec.text, ArmSpec.draw)
+            name = "-".join(["dense", *(part for part, plain in zip(own, usual_own, strict=False) if part != plain)])
         else:
             amount = f"keep{self.keep}" if self.keep is not None else f"ratio{self.ratio}" if self.ratio else ""
             operator = self.operator and Path(self.operator).stem
@@ -202,10 +227,12 @@ class ArmSpec:
                 None if self.groups == ArmSpec.groups else self.groups,
                 None if self.text == ArmSpec.text else self.text.replace("/", "_"),
                 self.draw,
-                self._fit_part,
+                self._own_part("fit", FIT_FIELDS),
                 f"seed{self.seed}" if self.seed else None,
             ]
             name = "-".join(part for part in parts if part)
+        quantized = (self.quantize, self._own_part("quant", QUANT_FIELDS))
+        name = "-".join([name, *(part for part in quantized if part is not None)])
         for value, usual in ((self.dtype, ArmSpec.dtype), (self.experts_implementation, None)):
             if value != usual:
                 name += f"-{value}"
@@ -228,11 +255,10 @@ class ArmSpec:
         path = Path(str(self.mask))
         return f"mask={path.resolve().name if path.is_dir() else path.stem}"
 
-    @property
-    def _fit_part(self) -> str | None:
-        """The fit's own calibration in the folder's name: all that differs from the mask's."""
-        own = [getattr(self, name) for name in FIT_FIELDS]
-        return "fit=" + "-".join(str(value) for value in own if value is not None) if any(own) else None
+    def _own_part(self, word: str, fields: tuple[str, ...]) -> str | None:
+        """Another calibration in the folder's name: all that differs from the mask's."""
+        own = [getattr(self, name) for name in fields]
+        return f"{word}=" + "-".join(str(value) for value in own if value is not None) if any(own) else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -295,6 +321,8 @@ class PreparedArm:
         replace_needs: statistics that the operator is fitted by, and the one of the other layers.
         calibration: what the mask is chosen on; None if it is given, or chosen without statistics.
         fit: what the operator is fitted on; None if it fits nothing.
+        quantize: how it is quantized, or None.
+        quant: what the quantizer sees; None if there is none.
         tokens: of the calibrations of local texts; hub texts are not fetched before they are needed.
         suites: loaded.
         known: the identity as far as it is known before the mask is.
@@ -316,6 +344,8 @@ class PreparedArm:
     replace_needs: tuple[Statistic, ...]
     calibration: CalibrationSpec | None
     fit: CalibrationSpec | None
+    quantize: Setting | None
+    quant: CalibrationSpec | None
     tokens: Mapping[CalibrationSpec, CalibrationTokens]
     suites: tuple[Suite, ...]
     known: dict[str, Any]
@@ -357,7 +387,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         PrerequisiteError: a missing device, file or hub model.
     """
     _check_settings(spec)
-    asked = (spec.calibration, spec.fit_calibration)
+    asked = tuple(dict.fromkeys((spec.calibration, spec.fit_calibration, spec.quant_calibration)))
     suites = _suites(spec.suites)
     _check_sandbox(spec, suites)
     method = _method(spec.method, spec.parameters)
@@ -372,6 +402,7 @@ def prepare(spec: ArmSpec) -> PreparedArm:
     calibration = spec.calibration if select_needs or layerwise or protects is not None else None
     fit = spec.fit_calibration if replace_needs or (operator is not None and operator.visits) else None
     _check_fit(spec, operator, fit)
+    quantize = _quantization(spec)
     source = resolve_model(spec.model)
     files = ModelFiles.of(source)
     shapes, convention = files.peek()
@@ -417,6 +448,8 @@ def prepare(spec: ArmSpec) -> PreparedArm:
         replace_needs=replace_needs,
         calibration=calibration,
         fit=fit,
+        quantize=quantize,
+        quant=spec.quant_calibration if quantize is not None else None,
         tokens=tokens,
         suites=suites,
         known={},
@@ -453,6 +486,8 @@ def _known(arm: PreparedArm, name: str, files: ModelFiles) -> dict[str, Any]:
     }
     if spec.groups != ArmSpec.groups:
         known["groups"] = spec.groups
+    if arm.quantize is not None:
+        known["quantize"] = quantization_json(arm, arm.tokens)
     if spec.unsafe_local:
         # Stated only where it departs: a sandbox is what every other record's programs ran in, or would have.
         known["executor"] = UNSAFE_LOCAL
@@ -491,6 +526,27 @@ def calibrations_json(
         name: None if one is None else tokens[one].to_json() if one in tokens else vars(one)
         for name, one in (("mask", calibration), ("fit", fit))
     }
+
+
+def quantization_json(arm: PreparedArm, tokens: Mapping[CalibrationSpec, CalibrationTokens]) -> dict[str, Any]:
+    """What an identity says of the quantization: the setting, and what the quantizer sees, as far as it is known."""
+    assert arm.quantize is not None
+    assert arm.quant is not None
+    one = arm.quant
+    return {**arm.quantize.to_json(), "calibration": tokens[one].to_json() if one in tokens else vars(one)}
+
+
+def _quantization(spec: ArmSpec) -> Setting | None:
+    """The setting, if one is asked for; a calibration for it belongs to one."""
+    if spec.quantize is not None:
+        return setting_of(spec.quantize)
+    if stated := [name for name in QUANT_FIELDS if getattr(spec, name) is not None]:
+        raise UsageError(
+            f"{stated[0]} without a quantization",
+            expected="a setting such as w4",
+            fix="give --quantize, or leave it out",
+        )
+    return None
 
 
 def _check_groups(spec: ArmSpec, operator: Method | None, convention: Convention) -> None:

@@ -34,10 +34,17 @@ def spec_of(run: Run, *, model: str | None = None, operator: str | None = None) 
         operator: where the operator's file is, if it is no shipped one.
 
     Raises:
-        UsageError: a dense run.
+        UsageError: a dense or a quantized run.
         PrerequisiteError: an operator that is not shipped, and not given.
     """
     identity = run.record["identity"]
+    if "quantize" in identity:
+        raise UsageError(
+            "the run is quantized, and records do not hold its integers",
+            where=run.name,
+            expected="a run in 16 bits or more",
+            fix="export the same arm without --quantize; ct rounds to nearest as it writes",
+        )
     if run.record["mask"] is None:
         raise UsageError("the run is dense", where=run.name, expected="a pruned run", fix="use the model itself")
     asked = identity["operator"]

@@ -17,12 +17,14 @@ from prunebench.calibration import CalibrationSpec, CalibrationTokens
 from prunebench.fit import remap_summary
 from prunebench.integrity import Check
 from prunebench.loader import content_root
+from prunebench.mask import Mask
 from prunebench.plan import FittedPlan, Plan
+from prunebench.quantize import QuantizedModel
 from prunebench.record import SCHEMA, Item, items_to_table, run_id
 from prunebench.replacement import AffineSurvivor, Constant, Survivor, Zero
 from prunebench.routing import Convention, Scale
-from prunebench.run.arm import PreparedArm, calibrations_json
-from prunebench.storage import part_of, pruned_bytes, read_headers, stored_bytes
+from prunebench.run.arm import PreparedArm, calibrations_json, quantization_json
+from prunebench.storage import Tensor, account, part_of, pruned_bytes, read_headers, stored_bytes, survey, tied_names
 
 __all__ = ["git_state", "provenance", "record_of", "routing_of", "storage_of"]
 
@@ -41,14 +43,17 @@ def record_of(
     routing: dict[str, Any],
     fitted: FittedPlan | None = None,
     protocol: Mapping[str, Any] | None = None,
+    quantized: QuantizedModel | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
+    """The record of an arm but for its volatile fields; `fit`, `selection`, `quantization` are there if it was."""
     spec = arm.spec
     identity = {
         **arm.known,
         "calibration": None if plan is None else calibrations_json(arm.calibration, arm.fit, tokens),
         "mask": None if plan is None else {"digest": plan.mask.digest, "source": mask_source},
     }
+    if arm.quantize is not None:
+        identity["quantize"] = quantization_json(arm, tokens)
     headline = {suite.name: [list(cell) for cell in suite.cells] for suite in arm.suites}
     odd = oddities(items)
     return {
@@ -66,17 +71,19 @@ def record_of(
             "ratio": None if plan is None else _pruned_share(plan),
             "keep": spec.keep,
             "dense": plan is None,
+            **({} if arm.quantize is None else {"quantize": arm.quantize.text}),
         },
         "metrics": metrics_from_items(items_to_table(items), headline),
         "headline": headline,
         "integrity": [check.to_json() for check in checks],
-        "storage": storage_of(arm.folder, plan, arm.convention),
+        "storage": storage_of(arm.folder, plan, arm.convention, quantized),
         "routing": routing,
         "mask": None if plan is None else plan.mask.to_json(),
         "tensors": {} if plan is None else plan.manifest(),
         "provenance": provenance(),
         **({} if protocol is None and not odd else {"evaluation": {**(protocol or {}), "items": odd}}),
         **({} if fitted is None else {"fit": fitted.to_json()}),
+        **({} if quantized is None else {"quantization": quantized.to_json()}),
         **({} if plan is None or not plan.edits else {"edits": plan.edit_manifest()}),
         **({} if plan is None else _remap(plan, fitted)),
         **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
@@ -143,13 +150,17 @@ def _pruned_share(plan: Plan) -> float:
     return plan.mask.pruned_count / sum(layer.experts for layer in plan.mask.layers)
 
 
-def storage_of(folder: Path, plan: Plan | None, convention: Convention) -> dict[str, Any]:
+def storage_of(
+    folder: Path, plan: Plan | None, convention: Convention, quantized: QuantizedModel | None = None
+) -> dict[str, Any]:
     """Bytes of the arm's checkpoint.
 
     Fills are stored in the dtype of the experts; the pruned experts' router rows go where `install.shrink` lets them,
     which is where nothing needs them (2610.41366 §3).
     """
     headers = read_headers(folder)
+    if plan is None and quantized is not None:
+        return _quantized_storage(folder, headers, None, quantized, fill_bytes=0, keep_router_rows=True)
     if plan is None:
         return {name: value for name, value in stored_bytes(headers).items() if name in ("total", "parts")}
     expert = next(tensor for name, tensor in headers.items() if part_of(name) == "experts")
@@ -157,9 +168,33 @@ def storage_of(folder: Path, plan: Plan | None, convention: Convention) -> dict[
     left = min(len(layer.survivors) for layer in plan.mask.layers)
     rows_go = plan.fills_nothing and convention.groups is None
     rows_go = rows_go and all(convention.loses_rows(Scale.parse(scale).kind, left) for scale in plan.scales)
-    return pruned_bytes(
-        headers, plan.mask, fill_values_bytes=plan.values_stored * value_bytes, keep_router_rows=not rows_go
-    )
+    fill_bytes = plan.values_stored * value_bytes
+    if quantized is not None:
+        return _quantized_storage(
+            folder, headers, plan.mask, quantized, fill_bytes=fill_bytes, keep_router_rows=not rows_go
+        )
+    return pruned_bytes(headers, plan.mask, fill_values_bytes=fill_bytes, keep_router_rows=not rows_go)
+
+
+def _quantized_storage(
+    folder: Path,
+    headers: Mapping[str, Tensor],
+    mask: Mask | None,
+    quantized: QuantizedModel,
+    *,
+    fill_bytes: int,
+    keep_router_rows: bool,
+) -> dict[str, Any]:
+    """Bytes of a quantized arm, by `storage`'s formulas."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return account(
+        survey(headers, tied=tied_names(config), where=str(folder)),
+        quantized.setting.bits,
+        pruned={} if mask is None else {layer.index: len(layer.pruned) for layer in mask.layers},
+        fill_bytes=fill_bytes,
+        keep_router_rows=keep_router_rows,
+        allocation=quantized.allocation,
+    ).to_json()
 
 
 def routing_of(

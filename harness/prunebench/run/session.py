@@ -12,10 +12,11 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,21 @@ from prunebench.errors import PruneBenchError, UsageError
 from prunebench.evaluate import Evaluation, bos_policy, end_tokens
 from prunebench.evaluate.journal import Journal
 from prunebench.evaluate.sharing import device_of, piece_tokens
-from prunebench.install import installed
-from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
+from prunebench.install import installed, programs_of
+from prunebench.integrity import (
+    Check,
+    check_before_evaluation,
+    check_counters,
+    check_empty_mask,
+    check_quantized,
+    demand,
+)
 from prunebench.items import LostQuestionsError
 from prunebench.mask import Mask, canonical_json
 from prunebench.method import Float64, Method, collected_scores
 from prunebench.moe import LoadedModel, load_model
 from prunebench.plan import FittedPlan, Plan, fit_plan, make_plan
+from prunebench.quantize import QuantizedModel, quantize_model
 from prunebench.record import Item, Run, read_run, write_run
 from prunebench.run.arm import ArmSpec, PreparedArm, matches, prepare
 from prunebench.run.foreign import naming_the_file, same_torch
@@ -65,6 +74,7 @@ CACHE = ".cache"
 """Below the records folder: passes that later arms need again."""
 
 Progress = Callable[[str, int, int], None]
+_Suspending = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -179,10 +189,7 @@ class Session:
             IntegrityError: a check failed.
         """
         loaded, probe, plan = self._made(arm)
-        checks = [self._empty_mask_proof(loaded, probe)]
-        if plan is not None:
-            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
-        demand(checks)
+        self._prove(arm, loaded, plan, probe, None)
         return loaded, plan, probe.ids_BL
 
     def _made(self, arm: PreparedArm) -> tuple[LoadedModel, CalibrationTokens, Plan | None]:
@@ -200,17 +207,17 @@ class Session:
         loaded = self._model(arm)
         tokens = self._tokens(arm, loaded)
         plan, mask_source, fitted = self._plan(arm, loaded, tokens)
-        probe = tokens[arm.spec.calibration]
-        checks = [self._empty_mask_proof(loaded, probe)]
-        if plan is not None:
-            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
-        demand(checks)
-        journal = self._journal(arm, plan)
-        try:
-            items, evaluated, counters, fell_back = self._evaluate(arm, loaded, plan, journal)
-        finally:
-            if journal is not None:
-                journal.close()
+        quantized = self._quantize(arm, loaded, plan, tokens)
+        with quantized.installed(loaded.moe) if quantized is not None else nullcontext(nullcontext) as unquantized:
+            # Edited survivors are in the quantized weights.
+            deployed = replace(plan, edits={}) if plan is not None and quantized is not None else plan
+            checks = self._prove(arm, loaded, deployed, tokens[arm.spec.calibration], quantized)
+            journal = self._journal(arm, plan, quantized)
+            try:
+                items, evaluated, counters, fell_back = self._evaluate(arm, loaded, deployed, journal, unquantized)
+            finally:
+                if journal is not None:
+                    journal.close()
         checks += evaluated
         record = record_of(
             arm,
@@ -222,6 +229,7 @@ class Session:
             routing={"bos": _bos(arm, loaded), "layers": routing_of(counters, plan, arm.convention)},
             fitted=fitted,
             protocol=_protocol(arm, loaded, fell_back),
+            quantized=quantized,
         )
         record["volatile"] = {
             "started": started.isoformat(timespec="seconds"),
@@ -287,7 +295,7 @@ class Session:
 
     def _tokens(self, arm: PreparedArm, loaded: LoadedModel) -> dict[CalibrationSpec, CalibrationTokens]:
         """The tokens of every calibration of the arm, and of the one that its proofs run on."""
-        wanted = (arm.spec.calibration, arm.calibration, arm.fit)
+        wanted = (arm.spec.calibration, arm.calibration, arm.fit, arm.quant)
         return {
             one: arm.tokens[one] if one in arm.tokens else calibration_tokens(one, loaded.tokenizer)
             for one in dict.fromkeys(wanted)
@@ -443,23 +451,65 @@ class Session:
             self._passes[name] = scores
         return self._passes[name]
 
+    def _quantize(
+        self,
+        arm: PreparedArm,
+        loaded: LoadedModel,
+        plan: Plan | None,
+        tokens: Mapping[CalibrationSpec, CalibrationTokens],
+    ) -> QuantizedModel | None:
+        """The quantized model that the arm asks for; pruned, filled and edited before."""
+        if arm.quantize is None:
+            return None
+        assert arm.quant is not None
+        return quantize_model(
+            loaded.moe,
+            arm.quantize,
+            tokens[arm.quant],
+            programs=None if plan is None else programs_of(plan, policy=arm.policy),
+            batch_tokens=arm.spec.batch_tokens,
+            progress=lambda what, done, total: self._report(f"quantize, {what}", done, total),
+        )
+
+    def _prove(
+        self,
+        arm: PreparedArm,
+        loaded: LoadedModel,
+        plan: Plan | None,
+        probe: CalibrationTokens,
+        quantized: QuantizedModel | None,
+    ) -> list[Check]:
+        """The checks before the evaluation; those of a quantized model are made on its weights."""
+        if quantized is None:
+            checks = [self._empty_mask_proof(loaded, probe)]
+        else:
+            checks = [check_empty_mask(loaded.moe, probe.ids_BL[:8]), check_quantized(loaded.moe, plan, quantized)]
+        if plan is not None:
+            checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
+        return demand(checks)
+
     def _empty_mask_proof(self, loaded: LoadedModel, tokens: CalibrationTokens) -> Check:
         """Check 1, once per loaded model and calibration text."""
         if tokens.fingerprint not in self._proofs:
             self._proofs[tokens.fingerprint] = check_empty_mask(loaded.moe, tokens.ids_BL[:8])
         return self._proofs[tokens.fingerprint]
 
-    def _journal(self, arm: PreparedArm, plan: Plan | None) -> Journal | None:
+    def _journal(self, arm: PreparedArm, plan: Plan | None, quantized: QuantizedModel | None) -> Journal | None:
         """Where the arm's finished batches are kept until its run is written; None if another process is at it."""
         about = None if plan is None else [plan.to_json(), plan.manifest(), plan.edit_manifest()]
-        key = canonical_json([arm.known, about])
+        key = canonical_json([arm.known, about, *([] if quantized is None else [quantized.digest()])])
         try:
             return Journal(self.out / CACHE / f"answers-{sha256(key.encode()).hexdigest()[:16]}.jsonl", key)
         except BlockingIOError:
             return None
 
     def _evaluate(
-        self, arm: PreparedArm, loaded: LoadedModel, plan: Plan | None, journal: Journal | None
+        self,
+        arm: PreparedArm,
+        loaded: LoadedModel,
+        plan: Plan | None,
+        journal: Journal | None,
+        unquantized: _Suspending,
     ) -> tuple[list[Item], list[Check], dict[int, dict[str, float]], dict[str, list[str]]]:
         """All items, the checks that need an evaluation, the counters by layer, and suites' reasons for a fallback."""
         spec = arm.spec
@@ -474,14 +524,14 @@ class Session:
             truncate=spec.truncate,
             chat_template=spec.chat_template,
             scorer=spec.scorer,
-            dense=nullcontext,
+            dense=unquantized,
             journal=journal,
         )
         # The dense model runs without any hook: what the others are compared with is not touched at all.
         context = installed(loaded.moe, plan, policy=arm.policy) if plan is not None else nullcontext()
         with context as instrument:
             if instrument is not None:
-                evaluation = replace(evaluation, dense=instrument.suspended)
+                evaluation = replace(evaluation, dense=partial(_both, instrument.suspended, unquantized))
                 if journal is not None:
                     journal.counting = instrument
             items: list[Item] = []
@@ -530,6 +580,13 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
 
 
 # --- helpers
+
+
+@contextmanager
+def _both(one: _Suspending, other: _Suspending) -> Iterator[None]:
+    """Two contexts as one."""
+    with one(), other():
+        yield
 
 
 def _bos(arm: PreparedArm, loaded: LoadedModel) -> str:

@@ -17,12 +17,17 @@ operators has grids, which take from the track what they do not say themselves (
     masks = ["mone"]
     operators = ["constant"]
     fit = { draws = ["B", "C"] }           # text, blocks and length too, where they differ from the mask's
+    quantize = ["w4"]                      # each arm of the grid quantized; `none` is among them if it is wanted too
+    quant = { text = "world:arithmetic" }  # what the quantizer sees, where that differs from the mask's text
 
     [[grid]]                               # another budget: scope, and protect or spare, as `prunebench run` takes them
     masks = ["frequency"]
     operators = ["constant"]
     scope = "global"
     protect = "super"
+
+`masks = ["dense"]` in a grid with `quantize` stands for the unpruned model, quantized, whatever
+ratios and operators there are.
 """
 
 from __future__ import annotations
@@ -52,11 +57,14 @@ _GRID: dict[str, type] = {
     "scope": str,
     "protect": str,
     "spare": str,
+    "quantize": list,
+    "quant": dict,
 }
 _BUDGET = ("scope", "protect", "spare")
 # Of each, a grid says one: its own stands in place of the track's other.
 _EITHER = ({"ratios", "keep"}, {"protect", "spare"})
 _TRACK: dict[str, type] = {"name": str, "suites": list, "seed": int, **_GRID}
+DENSE = "dense"
 _CALIBRATION: dict[str, type] = {"text": str, "blocks": int, "length": int, "draws": list}
 
 
@@ -150,9 +158,13 @@ def _inherited(track: Mapping[str, Any], grid: Mapping[str, Any], where: str) ->
     whole = {**taken, **grid}
     if unknown := [model for model in whole["models"] if model not in track["models"]]:
         raise UsageError(f"{unknown[0]} is no model of the track", where=where, expected=", ".join(track["models"]))
-    for key in ("calibration", "fit"):
+    for key in ("calibration", "fit", "quant"):
         own = {**track.get(key, {}), **grid.get(key, {})}
         whole[key] = _checked(own, _CALIBRATION, f"{where}, {key}")
+    if DENSE in whole.get("masks", ()) and (whole["masks"] != [DENSE] or "quantize" not in whole):
+        raise UsageError(
+            f"{DENSE} is no criterion", where=where, expected=f'masks = ["{DENSE}"] alone, in a grid with quantize'
+        )
     if missing := [key for key in ("masks", "operators") if key not in whole]:
         raise UsageError(f"the track lacks {', '.join(missing)}", where=where)
     if ("ratios" in whole) == ("keep" in whole):
@@ -168,16 +180,28 @@ def _sizes(calibration: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arms of a grid but for their model, as fields of `ArmSpec`."""
     amounts = [{"ratio": str(x)} for x in grid.get("ratios", [])] + [{"keep": x} for x in grid.get("keep", [])]
+    quantized = [None if name == "none" else name for name in grid.get("quantize", ["none"])]
+    quant_draws = grid["quant"].get("draws", [None])
+    quant_sizes = _sizes(grid["quant"], "quant_")
+    if grid["masks"] == [DENSE]:
+        own = {**_sizes(grid["calibration"]), **quant_sizes}
+        for draw, name, quant_draw in itertools.product(
+            grid["calibration"].get("draws", ["A"]), quantized, quant_draws
+        ):
+            yield {"quantize": name, "draw": draw, "quant_draw": quant_draw, **own}
+        return
     axes = (
         grid["calibration"].get("draws", ["A"]),
         grid["fit"].get("draws", [None]),
         amounts,
         grid["masks"],
         grid["operators"],
+        quantized,
+        quant_draws,
     )
     sizes = {**_sizes(grid["calibration"]), **_sizes(grid["fit"], "fit_")}
     budget = {key: grid[key] for key in _BUDGET if key in grid}
-    for draw, fit_draw, amount, mask, entry in itertools.product(*axes):
+    for draw, fit_draw, amount, mask, entry, name, quant_draw in itertools.product(*axes):
         operator, operator_parameters, scale = read_entry(entry)
         method, parameters, _ = read_entry(mask)
         yield {
@@ -191,6 +215,7 @@ def _product(grid: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             **amount,
             **budget,
             **sizes,
+            **({} if name is None else {"quantize": name, "quant_draw": quant_draw, **quant_sizes}),
         }
 
 
