@@ -1,4 +1,4 @@
-"""The command line: `prunebench list | inspect | run | grid | compare | board | pack | check-env`.
+"""The command line: `prunebench list | inspect | run | grid | compare | board | validate | pack | check-env`.
 
 Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
 codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
@@ -78,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
     board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
     board.add_argument("--out", type=Path, required=True, help="folder for the board")
+
+    validate = verb("validate", "hold records against their evidence: items, digests, bytes, dates, checks; no model")
+    validate.add_argument(
+        "paths", type=Path, nargs="*", metavar="PATH", help="run folders or folders of them (default: the committed)"
+    )
 
     pack = verb("pack", "make a records folder smaller: what its runs share is kept once; they read as before")
     pack.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
@@ -185,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "grid": _grid,
         "compare": _compare,
         "board": _board,
+        "validate": _validate,
         "pack": _pack,
         "check-env": _check_env,
     }
@@ -490,6 +496,18 @@ def _board(options: argparse.Namespace) -> Result:
         "left_out": [str(one) for one in result.left_out],
     }
     return 0, data, f"{result.rows} rows\n{result.markdown}\n{result.html}"
+
+
+def _validate(options: argparse.Namespace) -> Result:
+    from prunebench.loader import content_root, file_digests
+    from prunebench.validation import validate_records
+
+    paths = options.paths or [content_root() / "leaderboard" / "records"]
+    with _Progress() as progress:
+        result = validate_records(paths, methods=file_digests("methods"), progress=progress.step)
+    lines = [*map(str, result.findings), *(f"note: {note}" for note in result.notes)]
+    count = f"{result.runs} runs, {len(result.findings)} findings"
+    return 1 if result.findings else 0, result.to_json(), "\n".join([*lines, count])
 
 
 def _pack(options: argparse.Namespace) -> Result:

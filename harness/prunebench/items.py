@@ -142,6 +142,13 @@ class ItemTable:
         """Whether another table has the same rows."""
         return all(np.array_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
+    @property
+    def digest(self) -> str:
+        """Sha256 (hex) of all rows, whatever file they are in."""
+        rows = zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True)
+        text = json.dumps(list(rows), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
     def rows(self, suite: str, task: str, filter_name: str, metric: str) -> ItemTable:
         """The items of one cell, in the table's order."""
         chosen = (

@@ -38,6 +38,7 @@ __all__ = [
     "Source",
     "available",
     "content_root",
+    "file_digests",
     "load_method",
     "load_method_class",
     "load_suite",
@@ -121,6 +122,13 @@ def available(kind: Kind) -> list[str]:
         return sorted(config.parent.name for config in folder.glob("*/config.json"))
     suffix = ".toml" if kind == "tracks" else ".py"
     return sorted(file.stem for file in folder.glob(f"*{suffix}") if not file.name.startswith(("_", ".")))
+
+
+def file_digests(kind: Kind) -> dict[str, str]:
+    """The sha256 of every shipped file of a kind, by name, as identities have it."""
+    folder = content_root() / _FOLDERS[kind]
+    suffix = ".toml" if kind == "tracks" else ".py"
+    return {name: hashlib.sha256((folder / f"{name}{suffix}").read_bytes()).hexdigest() for name in available(kind)}
 
 
 def resolve_model(name: str) -> ModelSource:

@@ -55,6 +55,7 @@ OPTIONS = {
         *("--robustness", "--few-shot", "--fixed-answer"),
     },
     "board": {"--json", "RECORDS", "--out"},
+    "validate": {"--json", "PATH"},
     "pack": {"--json", "RECORDS", "--unpack"},
     "check-env": {"--json"},
 }

@@ -72,7 +72,9 @@ def test_every_verb_prints_one_document(quick, track, tmp_path, capsys):
     assert document(capsys, "grid", track, "--out", out)["done"] == ["rand/dense", "rand/reap-keep8-zero-A"]
     folders = [out / "rand" / name for name in ("dense", "reap-keep8-zero-A")]
     assert document(capsys, "compare", *folders)
+    assert document(capsys, "validate", out)["findings"] == []
     assert document(capsys, "pack", out)["changed"] == 2
+    assert document(capsys, "validate", out)["findings"] == []
     assert document(capsys, "board", out, "--out", tmp_path / "b")["rows"] == 2
     assert document(capsys, "pack", out, "--unpack")["changed"] == 2
     assert {row["what"] for row in document(capsys, "check-env")} >= {"python", "torch"}

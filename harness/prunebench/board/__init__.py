@@ -17,6 +17,7 @@ from prunebench.board.table import Table, build_table
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.record import UNSAFE_LOCAL, LeftOut, Run, read_run, runs_under
+from prunebench.validation import read_retractions
 
 __all__ = ["BoardResult", "check_metrics", "load_runs", "write_board"]
 
@@ -65,6 +66,7 @@ def write_board(records: Path, out: Path) -> BoardResult:
 def load_runs(records: Path) -> tuple[list[Run], tuple[LeftOut, ...]]:
     """The complete runs under a folder, and every folder that is not one of them with its reason."""
     listing = runs_under(records)
+    retracted = read_retractions(records)
     left_out = list(listing.left_out)
     found: dict[str, Run] = {}
     for path in listing.runs:
@@ -78,6 +80,8 @@ def load_runs(records: Path) -> tuple[list[Run], tuple[LeftOut, ...]]:
             left_out.append(LeftOut(path, f"partial: made with a limit of {run.record['identity']['limit']} items"))
         elif run.record["identity"].get("executor") == UNSAFE_LOCAL:
             left_out.append(LeftOut(path, "its programs ran without a sandbox (--unsafe-local)"))
+        elif identifier in retracted:
+            left_out.append(LeftOut(path, str(retracted[identifier])))
         elif identifier in found:
             left_out.append(LeftOut(path, f"the same run as {found[identifier].path.relative_to(records)}"))
         else:

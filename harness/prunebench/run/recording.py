@@ -17,7 +17,7 @@ from prunebench.fit import remap_summary
 from prunebench.integrity import Check
 from prunebench.loader import content_root
 from prunebench.plan import FittedPlan, Plan
-from prunebench.record import SCHEMA, Item, items_to_table, run_id
+from prunebench.record import SCHEMA, Item, items_to_table, run_id, sealed
 from prunebench.replacement import AffineSurvivor, Constant, Survivor, Zero
 from prunebench.routing import Convention, Scale
 from prunebench.run.arm import PreparedArm, calibrations_json
@@ -40,7 +40,7 @@ def record_of(
     routing: dict[str, Any],
     fitted: FittedPlan | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
+    """The sealed record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
     spec = arm.spec
     identity = {
         **arm.known,
@@ -48,7 +48,8 @@ def record_of(
         "mask": None if plan is None else {"digest": plan.mask.digest, "source": mask_source},
     }
     headline = {suite.name: [list(cell) for cell in suite.headline] for suite in arm.suites}
-    return {
+    table = items_to_table(items)
+    record = {
         "schema": SCHEMA,
         "status": "complete" if spec.limit is None else "partial",
         "run_id": run_id(identity),
@@ -64,7 +65,7 @@ def record_of(
             "keep": spec.keep,
             "dense": plan is None,
         },
-        "metrics": metrics_from_items(items_to_table(items), headline),
+        "metrics": metrics_from_items(table, headline),
         "headline": headline,
         "integrity": [check.to_json() for check in checks],
         "storage": _storage(arm.folder, plan, arm.convention),
@@ -77,6 +78,7 @@ def record_of(
         **({} if plan is None else _remap(plan, fitted)),
         **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
     }
+    return sealed(record, table)
 
 
 def _remap(plan: Plan, fitted: FittedPlan | None) -> dict[str, Any]:
