@@ -19,11 +19,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
+from prunebench.mask import write_atomically
 from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
+
+if TYPE_CHECKING:
+    from prunebench.board import Board
 
 __all__ = ["main"]
 
@@ -75,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     params.add_argument("--times", type=int, default=1, help="the copies' budget in tilts, 1 or 4 in the paper")
 
-    board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
-    board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
-    board.add_argument("--out", type=Path, required=True, help="folder for the board")
+    _add_board(
+        verb("board", "write the leaderboard of all complete runs: Markdown, JSON, and a site that needs no server")
+    )
 
     validate = verb("validate", "hold records against their evidence: items, digests, bytes, dates, checks; no model")
     validate.add_argument(
@@ -90,6 +94,26 @@ def _parser() -> argparse.ArgumentParser:
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
+
+
+def _add_board(board: argparse.ArgumentParser) -> None:
+    board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
+    board.add_argument("--out", type=Path, help="folder for board.md, board.json and the site (index.html)")
+    board.add_argument(
+        "--track", help="track by name or file: its families of contrasts and the scores that papers report"
+    )
+    board.add_argument("--data", type=Path, metavar="FILE", help="write the board's JSON there too")
+    board.add_argument(
+        "--update",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="put the board's Markdown between its markers in this file (may be repeated)",
+    )
+    board.add_argument(
+        "--check", action="store_true", help="write nothing; fail if --data or --update files are not what they must be"
+    )
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
@@ -484,18 +508,50 @@ def _compare_families(options: argparse.Namespace) -> Result:
 
 
 def _board(options: argparse.Namespace) -> Result:
-    from prunebench.board import write_board
+    from prunebench.board import committed, stale, write_board
+    from prunebench.loader import content_root
 
-    result = write_board(options.records, options.out)
-    for one in result.left_out:
+    if options.out is None and options.data is None and not options.update:
+        raise UsageError("nothing says where the board goes", fix="give --out, --data or --update")
+    if options.check and options.data is None and not options.update:
+        raise UsageError("nothing to check", fix="give --data or --update with --check")
+    board = _built_board(options.records, options.track)
+    cards = content_root() / "docs" / "methods"
+    for one in board.left_out:
         print(f"left out {one}", file=sys.stderr)
-    data = {
-        "markdown": str(result.markdown),
-        "html": str(result.html),
-        "rows": result.rows,
-        "left_out": [str(one) for one in result.left_out],
-    }
-    return 0, data, f"{result.rows} rows\n{result.markdown}\n{result.html}"
+    wanted = committed(board, options.data, options.update, cards)
+    if options.check:
+        old = [str(path) for path in stale(wanted)]
+        text = "\n".join([f"stale: {path}" for path in old] or [f"{len(wanted)} files are what the records give"])
+        return 1 if old else 0, {"stale": old}, text
+    for path, content in wanted.items():
+        write_atomically(path, content)
+    data = {"rows": len(board.table.rows), "left_out": [str(one) for one in board.left_out]}
+    files = [str(path) for path in wanted]
+    if options.out is not None:
+        result = write_board(board, options.out, cards=cards)
+        data |= {"markdown": str(result.markdown), "json": str(result.json), "html": str(result.html)}
+        files += [str(result.markdown), str(result.json), str(result.html)]
+    return 0, data, "\n".join([f"{len(board.table.rows)} rows", *files])
+
+
+def _built_board(records: Path, track: str | None) -> Board:
+    """The board of a records folder with what is declared beside a track's file."""
+    import tomllib
+
+    from prunebench.board import build_board
+    from prunebench.loader import resolve_track
+
+    if track is None:
+        return build_board(records)
+    path = resolve_track(track)
+    try:
+        name = str(tomllib.loads(path.read_text(encoding="utf-8"))["track"]["name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError("cannot read the track", where=str(path), expected="a TOML file with [track] name") from error
+    beside = {kind: path.parent.parent / kind / f"{name}.toml" for kind in ("families", "reported")}
+    families, reported = (beside[kind] if beside[kind].is_file() else None for kind in ("families", "reported"))
+    return build_board(records, track=name, families=families, reported=[reported] if reported else [])
 
 
 def _validate(options: argparse.Namespace) -> Result:

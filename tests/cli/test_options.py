@@ -54,7 +54,7 @@ OPTIONS = {
         *("--json", "RUN_A", "RUN_B", "--suite", "--families", "--plot"),
         *("--robustness", "--few-shot", "--fixed-answer"),
     },
-    "board": {"--json", "RECORDS", "--out"},
+    "board": {"--json", "RECORDS", "--out", "--track", "--data", "--update", "--check"},
     "validate": {"--json", "PATH"},
     "pack": {"--json", "RECORDS", "--unpack"},
     "check-env": {"--json"},

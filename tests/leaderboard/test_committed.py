@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prunebench.board import write_board
+from prunebench.board import build_board, committed, stale
 from prunebench.loader import content_root, resolve_track
 from prunebench.record import runs_under
 from prunebench.run import read_track
@@ -40,7 +40,9 @@ def test_the_page_is_what_the_records_give(findings, tmp_path):
     assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_board_agrees_with_every_record(track, tmp_path):
-    result = write_board(RECORDS, tmp_path)
-    assert (result.rows, result.left_out) == (len(track.arms), ())
+def test_the_committed_board_is_what_the_records_give_byte_for_byte():
+    board = build_board(RECORDS, track="tiny", families=ROOT / "leaderboard" / "families" / "tiny.toml")
+    assert (len(board.table.rows), board.left_out) == (len(read_track(resolve_track("tiny")).arms), ())
+    files = [ROOT / "README.md", ROOT / "leaderboard" / "README.md"]
+    wanted = committed(board, ROOT / "leaderboard" / "boards" / "tiny.json", files, ROOT / "docs" / "methods")
+    assert stale(wanted) == []
