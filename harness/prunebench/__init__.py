@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prunebench.analysis.deciding import UNPARSED as UNPARSED
+    from prunebench.analysis.deciding import numeric_answer as numeric_answer
     from prunebench.calibration import CalibrationSpec as CalibrationSpec
     from prunebench.calibration import Count as Count
     from prunebench.calibration import Deletion as Deletion
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Generation as Generation
     from prunebench.evaluate import PassageScore as PassageScore
     from prunebench.evaluate import Score as Score
+    from prunebench.evaluate.choices import ChoiceSuite as ChoiceSuite
+    from prunebench.evaluate.choices import choice_items as choice_items
     from prunebench.evaluate.code import assertion_case as assertion_case
     from prunebench.evaluate.code import base_and_plus as base_and_plus
     from prunebench.evaluate.code import check_case as check_case
@@ -58,6 +62,11 @@ if TYPE_CHECKING:
     from prunebench.evaluate.extract import first_answer as first_answer
     from prunebench.evaluate.extract import names_function as names_function
     from prunebench.evaluate.extract import whole_program as whole_program
+    from prunebench.evaluate.fidelity import PairSuite as PairSuite
+    from prunebench.evaluate.fidelity import divergence_items as divergence_items
+    from prunebench.evaluate.reading import reading_items as reading_items
+    from prunebench.evaluate.sources import TaskSuite as TaskSuite
+    from prunebench.evaluate.tasks import common_detail as common_detail
     from prunebench.fit import CopyPair as CopyPair
     from prunebench.fit import ExpertMoments as ExpertMoments
     from prunebench.fit import Fitted as Fitted
@@ -134,6 +143,7 @@ _MODULE_OF = {
     "Budget": "mask",
     "CalibrationSpec": "calibration",
     "Case": "sandbox",
+    "ChoiceSuite": "evaluate.choices",
     "Constant": "replacement",
     "Convention": "routing",
     "CopyPair": "fit",
@@ -170,6 +180,7 @@ _MODULE_OF = {
     "OutputMax": "calibration",
     "OutputMoments": "calibration",
     "PairMoments": "fit",
+    "PairSuite": "evaluate.fidelity",
     "PassageScore": "evaluate",
     "PrerequisiteError": "errors",
     "Proxy": "fit",
@@ -196,9 +207,11 @@ _MODULE_OF = {
     "Suite": "suite",
     "Survivor": "replacement",
     "SuperExperts": "calibration",
+    "TaskSuite": "evaluate.sources",
     "Tilt": "replacement",
     "TokenBatch": "moe",
     "TrueFisher": "calibration",
+    "UNPARSED": "analysis.deciding",
     "UsageError": "errors",
     "Verdict": "sandbox",
     "Zero": "replacement",
@@ -207,11 +220,14 @@ _MODULE_OF = {
     "best_proxy": "fit",
     "check_case": "evaluate.code",
     "check_copy_budget": "fit",
+    "choice_items": "evaluate.choices",
     "code_item": "evaluate.code",
+    "common_detail": "evaluate.tasks",
     "compensated": "fit",
     "completed_program": "evaluate.extract",
     "copy_errors": "fit",
     "copy_size": "fit",
+    "divergence_items": "evaluate.fidelity",
     "find_super_experts": "calibration",
     "first_answer": "evaluate.extract",
     "fit_share": "fit",
@@ -224,12 +240,14 @@ _MODULE_OF = {
     "load_suite": "loader",
     "names_function": "evaluate.extract",
     "nearest_survivors": "fit",
+    "numeric_answer": "analysis.deciding",
     "parameter_distances": "fit",
     "pass_at_k": "evaluate.code",
     "plain_svd": "fit",
     "pooled": "fit",
     "prune_lowest": "method",
     "quadratic_subset": "fit",
+    "reading_items": "evaluate.reading",
     "reduced_rank": "fit",
     "required_names": "evaluate.code",
     "run": "run",

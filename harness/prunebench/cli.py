@@ -1,4 +1,4 @@
-"""The command line: `prunebench list | inspect | run | grid | compare | board | validate | pack | check-env`.
+"""The command line: `prunebench VERB`; `prunebench --help` lists the verbs.
 
 Results go to standard output, progress to standard error; `--json` prints one JSON document instead of text. Exit
 codes: 0 done, 1 a check failed, 2 bad input, 3 something that is needed is missing. Heavy imports happen inside the
@@ -91,6 +91,28 @@ def _parser() -> argparse.ArgumentParser:
     pack = verb("pack", "make a records folder smaller: what its runs share is kept once; they read as before")
     pack.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
     pack.add_argument("--unpack", action="store_true", help="the reverse, of a folder or of one run to be copied alone")
+
+    recompute = verb("recompute", "decide every item of a run again from what it stores, without a model; must agree")
+    recompute.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    check = verb("check", "whether a method keeps the rules, on tiny random models (docs/add-a-method.md)")
+    check.add_argument("methods", nargs="+", metavar="FILE", help="method by path or name")
+    check.add_argument("--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the method")
+    check.add_argument("--only", action="append", default=[], metavar="CHECK", help="only this check (may be repeated)")
+    check.add_argument(
+        "--expect",
+        action="append",
+        default=[],
+        metavar="CHECK=REASON",
+        help="a check that fails, and why that is right",
+    )
+    check.add_argument("--markdown", action="store_true", help="print the method's card, to paste into a pull request")
+    check.add_argument(
+        "--cards", type=Path, metavar="FOLDER", help="write the card of each method there, and of several an index"
+    )
+
+    new = verb("new-method", "write a commented method that passes the checks, to start from")
+    new.add_argument("name", metavar="NAME", help="small letters, digits and hyphens")
+    new.add_argument("--folder", type=Path, help="where to (default: methods, if it is here, else here)")
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
@@ -192,6 +214,15 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run generated programs without the sandbox; recorded, and never on the board",
     )
+    parser.add_argument(
+        "--sampling",
+        metavar="NAME=VALUE,…",
+        help="draw generations: temperature=0.7,top_p=0.95,top_k=20,n=16,seed=0, any of them (default: greedy)",
+    )
+    parser.add_argument(
+        "--truncate", action="store_true", help="cut prompts that do not fit; counted (default: an error)"
+    )
+    parser.add_argument("--chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would run")
 
 
@@ -216,6 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "board": _board,
         "validate": _validate,
         "pack": _pack,
+        "recompute": _recompute,
+        "check": _check,
+        "new-method": _new_method,
         "check-env": _check_env,
     }
     try:
@@ -241,7 +275,10 @@ def _write(*texts: str) -> None:
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local")
+    names = (
+        *("limit", "device", "dtype", "device_map", "experts_implementation", "batch_tokens", "unsafe_local"),
+        *("sampling", "truncate", "chat_template"),
+    )
     return {name: getattr(options, name) for name in names}
 
 
@@ -284,9 +321,14 @@ Result: TypeAlias = tuple[int, object, str]
 
 
 def _list(_options: argparse.Namespace) -> Result:
-    from prunebench.loader import available, load_method_class
+    from prunebench.loader import available, load_method_class, plugins
 
     classes = {name: load_method_class(name) for name in available("methods")}
+    for name in plugins():
+        try:
+            classes[name] = load_method_class(name)
+        except UsageError as error:  # somebody else's distribution must not hide what works
+            print(f"prunebench list: left out {error}", file=sys.stderr)
     kinds = {name: "criterion" if cls.selects() else "operator" for name, cls in classes.items()}
     data: dict[str, list[str]] = {
         "models": available("models"),
@@ -425,6 +467,8 @@ def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:
     state = "already there" if reused else f"{record['volatile']['seconds']:.1f} s"
     megabytes = record["storage"]["total"] / 1e6
     summary = f"{len(checks)} integrity checks passed, {megabytes:.2f} MB stored, {record['status']}, {state}"
+    for suite, counts in record.get("evaluation", {}).get("items", {}).items():
+        summary += f"\n{suite}: " + ", ".join(f"{count} {what}" for what, count in counts.items())
     if "sandbox" in record["volatile"]:
         summary += f"\nprograms ran in: {record['volatile']['sandbox']}"
     return f"{table}\n{summary}\n{folder}"
@@ -556,11 +600,13 @@ def _built_board(records: Path, track: str | None) -> Board:
 
 def _validate(options: argparse.Namespace) -> Result:
     from prunebench.loader import content_root, file_digests
+    from prunebench.run.stored import documents_of
     from prunebench.validation import validate_records
 
     paths = options.paths or [content_root() / "leaderboard" / "records"]
     with _Progress() as progress:
-        result = validate_records(paths, methods=file_digests("methods"), progress=progress.step)
+        methods = file_digests("methods")
+        result = validate_records(paths, methods=methods, documents=documents_of(), progress=progress.step)
     lines = [*map(str, result.findings), *(f"note: {note}" for note in result.notes)]
     count = f"{result.runs} runs, {len(result.findings)} findings"
     return 1 if result.findings else 0, result.to_json(), "\n".join([*lines, count])
@@ -576,6 +622,55 @@ def _pack(options: argparse.Namespace) -> Result:
     sizes = " to ".join(f"{size / 1e6:.2f}" for size in (result.bytes_before, result.bytes_after))
     text = f"{result.changed} runs {word}, {result.kept} already, {result.tables} tables of questions; {sizes} MB"
     return 0, result.to_json(), text
+
+
+def _recompute(options: argparse.Namespace) -> Result:
+    from prunebench.analysis.recompute import recompute
+    from prunebench.record import read_run
+    from prunebench.run.stored import stored_documents
+
+    run = read_run(options.run)
+    report = recompute(run, stored_documents(run))
+    return 0 if report.agrees else 1, report.to_json(), report.to_text()
+
+
+def _check(options: argparse.Namespace) -> Result:
+    """Each method's report; exit 1 if a check of one failed."""
+    from prunebench.conformance import card, index, report_of
+    from prunebench.loader import load_method, load_method_class, parse_parameters
+    from prunebench.mask import write_atomically
+    from prunebench.moe import quiet_libraries
+
+    quiet_libraries()
+    expected = dict(one.partition("=")[::2] for one in options.expect)
+    found = []
+    with _Progress() as progress:
+        for name in options.methods:
+            method = load_method(name, parse_parameters(load_method_class(name), options.param))
+            report = report_of(method, expected_failures=expected, only=options.only, progress=progress.step)
+            found.append((method, report))
+    cards = {report.name: card(method, report) for method, report in found}
+    if options.cards is not None:
+        for name, text in cards.items():
+            write_atomically(options.cards / f"{name}.md", text.encode())
+        if len(found) > 1:  # one method's card is no index
+            write_atomically(options.cards / "README.md", index(found).encode())
+    reports = [report for _, report in found]
+    data = [report.to_json() for report in reports]
+    texts = cards.values() if options.markdown else [report.to_text() for report in reports]
+    code = 0 if all(report.ok for report in reports) else 1
+    return code, data[0] if len(data) == 1 else data, "\n".join(texts)
+
+
+def _new_method(options: argparse.Namespace) -> Result:
+    from prunebench.conformance.new import write_template
+    from prunebench.loader import available
+
+    if options.name in available("methods"):
+        raise UsageError(f"method {options.name!r} is there already", fix="choose another name")
+    folder = options.folder or (Path("methods") if Path("methods").is_dir() else Path())
+    path = write_template(options.name, folder)
+    return 0, {"file": str(path)}, f"{path}\nnext: prunebench check {path}"
 
 
 def _check_env(_options: argparse.Namespace) -> Result:

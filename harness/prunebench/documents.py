@@ -1,6 +1,7 @@
 """Rows of a data set that is not shipped: from a file, from the hub, or by evalplus's own loader.
 
     humaneval.jsonl.gz                     a file: JSON lines, gzipped or not, or one JSON list
+    wikitext2-test.txt.gz                  plain text, gzipped or not: one row `text` per line
     hub:openai/openai_humaneval[@REV]      through `datasets`; config and split are the task file's
     evalplus:humaneval | evalplus:mbpp     evalplus's release, as its loader gives it (extra `code`)
 
@@ -18,10 +19,13 @@ from typing import Any
 
 from prunebench.errors import PrerequisiteError, UsageError
 
-__all__ = ["DATA_FOLDER", "Rows", "read_rows", "source_or_default", "typed_inputs"]
+__all__ = ["DATA_FOLDER", "ENDINGS", "Rows", "file_in", "file_state", "read_rows", "source_or_default", "typed_inputs"]
 
 DATA_FOLDER = "PRUNEBENCH_DATA"
 """Environment variable: a folder of data files, looked into before the hub."""
+
+ENDINGS = (".jsonl.gz", ".jsonl", ".json.gz", ".json", ".txt.gz", ".txt")
+"""Of data files, in the order in which they are looked for."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -31,27 +35,34 @@ def source_or_default(source: str | None, file: str, default: str) -> str:
 
     Args:
         source: as asked for, or None.
-        file: the data's name in the data folder; `.jsonl` and `.jsonl.gz` are both looked for.
+        file: the data's name in the data folder; looked for with each of `ENDINGS`.
         default: a source for machines with a network.
     """
     if source:
         return source
     folder = os.environ.get(DATA_FOLDER)
-    if folder:
-        for name in (f"{file}.jsonl.gz", f"{file}.jsonl"):
-            path = Path(folder, name)
-            if path.is_file():
-                return str(path)
-    return default
+    return (file_in(Path(folder), file) if folder else None) or default
 
 
-def read_rows(source: str, *, config: str | None = None, split: str = "test") -> Rows:
+def file_in(folder: Path, file: str) -> str | None:
+    """The path of a data file in a folder, by its name without ending; None if it is not there."""
+    return next((str(path) for ending in ENDINGS if (path := folder / f"{file}{ending}").is_file()), None)
+
+
+def file_state(source: str) -> tuple[int, int] | None:
+    """What changes when a source that is a file does; None for any other."""
+    path = Path(source)
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None
+
+
+def read_rows(source: str, *, config: str | None = None, split: str = "test", group: str | None = None) -> Rows:
     """All rows of a source, in its order.
 
     Args:
         source: a path, `hub:…` or `evalplus:…`.
         config: of a hub data set.
-        split: of a hub data set.
+        split: of a hub data set, or of a file with groups.
+        group: the field that a file may have above its rows: `{value of the field: {split: [row, …]}, …}`.
 
     Raises:
         PrerequisiteError: if it cannot be read or fetched, or the extra `code` is missing.
@@ -62,15 +73,19 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test") ->
         return _from_hub(rest, config, split)
     if kind == "evalplus":
         return _from_evalplus(rest)
-    return _from_file(Path(source).expanduser())
+    return _from_file(Path(source).expanduser(), split, group)
 
 
-def _from_file(path: Path) -> Rows:
+def _from_file(path: Path, split: str = "test", group: str | None = None) -> Rows:
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise PrerequisiteError("cannot read the data", where=str(path), fix=str(error)) from error
+    if ".txt" in path.suffixes:
+        return [{"text": line} for line in text.split("\n")]
+    if group is not None and path.name.endswith((".json", ".json.gz")):
+        return _grouped(text, path, split, group)
     try:
         # Not splitlines(): JSON strings may hold other line separators than \n.
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.split("\n") if x]
@@ -79,6 +94,20 @@ def _from_file(path: Path) -> Rows:
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError("the data has no rows", where=str(path), expected="one JSON object per line")
     return list(rows)
+
+
+def _grouped(text: str, path: Path, split: str, group: str) -> Rows:
+    """The rows of one split of every group, in the file's order, each with its group's name."""
+    try:
+        groups = json.loads(text)
+        rows = [{group: name, **row} for name, splits in groups.items() for row in splits[split]]
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"not data by {group} ({error!r})", where=str(path), expected=f'{{{group}: {{"{split}": [row, …]}}, …}}'
+        ) from error
+    if not rows:
+        raise UsageError("the data has no rows", where=str(path), expected=f"rows of split {split}")
+    return rows
 
 
 def _from_hub(name: str, config: str | None, split: str) -> Rows:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from prunebench.errors import UsageError
-from prunebench.mask import GroupPolicy, Mask
+from prunebench.mask import GroupPolicy, Mask, survivors_of
 from prunebench.moe import Instrument, LayerProgram, MoELayer, MoEModel
 from prunebench.moe.hooks import Observer
 from prunebench.plan import Plan
@@ -125,7 +125,7 @@ def shrink(layer: MoELayer, program: LayerProgram) -> LayerProgram | None:
     Everything else needs the pruned experts' rows to choose or to form its gates (2610.41366 §3), so the router stays
     whole and the returned program maps original ids to new positions.
     """
-    survivors = tuple(expert for expert in range(layer.expert_count) if expert not in set(program.pruned))
+    survivors = survivors_of(program.pruned, layer.expert_count)
     with torch.no_grad():
         for expert, named in program.edits.items():
             for name, value in named.items():

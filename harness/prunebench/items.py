@@ -46,7 +46,7 @@ __all__ = [
     "write_items",
 ]
 
-STATES: Final = ("ok", "wrong", "unparsed", "empty", "truncated", "timeout", "error")
+STATES: Final = ("ok", "wrong", "unparsed", "empty", "truncated", "timeout", "error", "invalid")
 QUESTIONS: Final = "questions"
 """The folder of question tables, in a records folder."""
 LEVELS: Final = 4

@@ -1,6 +1,7 @@
 """Content by name or by path: methods, suites, models and tracks.
 
-A method or a suite is one Python file outside the package. It is compiled from the very bytes that are hashed, under a
+A method or a suite is one Python file outside the package; a method may also be a class that an installed distribution
+names under the entry point group `prunebench.methods`. It is compiled from the very bytes that are hashed, under a
 private module name made of its path and content, and never from a cached bytecode file; `methods/` and `suites/` are
 not on `sys.path`. Names are file stems. This module neither loads model weights nor looks anything up on a network.
 """
@@ -11,6 +12,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import inspect
 import math
@@ -39,10 +41,13 @@ __all__ = [
     "available",
     "content_root",
     "file_digests",
+    "load_class_of",
     "load_method",
     "load_method_class",
     "load_suite",
+    "make",
     "parse_parameters",
+    "plugins",
     "resolve_model",
     "resolve_track",
     "source_of",
@@ -56,6 +61,7 @@ _FOLDERS: dict[Kind, str] = {
     "models": "fixtures/zoo",
     "tracks": "leaderboard/tracks",
 }
+_PLUGINS = "prunebench.methods"
 _MODULE_PREFIX = "_prunebench_content_"
 _SOURCE = "__prunebench_source__"
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -120,8 +126,56 @@ def available(kind: Kind) -> list[str]:
     folder = content_root() / _FOLDERS[kind]
     if kind == "models":
         return sorted(config.parent.name for config in folder.glob("*/config.json"))
-    suffix = ".toml" if kind == "tracks" else ".py"
-    return sorted(file.stem for file in folder.glob(f"*{suffix}") if not file.name.startswith(("_", ".")))
+    return sorted(file.stem for file in folder.glob(f"*{_suffix(kind)}") if not file.name.startswith(("_", ".")))
+
+
+def plugins() -> dict[str, importlib.metadata.EntryPoint]:
+    """Methods of installed distributions (entry points of the group `prunebench.methods`), by name. Loads none of them.
+
+    A shipped method of the same name hides one.
+
+    Raises:
+        UsageError: two distributions claim one name.
+    """
+    shipped, found = set(available("methods")), dict[str, importlib.metadata.EntryPoint]()
+    for one in importlib.metadata.entry_points(group=_PLUGINS):
+        other = found.get(one.name)
+        if other is not None and other.value != one.value:
+            raise UsageError(
+                f"two plug-ins are named {one.name!r}",
+                where=f"{_distribution(other)} and {_distribution(one)}",
+                fix="uninstall one of them",
+            )
+        if one.name not in shipped:
+            found[one.name] = one
+    return dict(sorted(found.items()))
+
+
+def _distribution(entry: importlib.metadata.EntryPoint) -> str:
+    return "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def _load_plugin(entry: importlib.metadata.EntryPoint) -> type[Method]:
+    """The class that an entry point names.
+
+    Raises:
+        UsageError: it cannot be loaded, is no method class, or has another name.
+    """
+    from prunebench.method import Method
+
+    where = f"{_PLUGINS}: {entry.name} = {entry.value}, {_distribution(entry)}"
+    try:
+        cls = entry.load()
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"the plug-in cannot be loaded: {type(error).__name__}: {error}", where=where, fix="update or uninstall it"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Method)) or inspect.isabstract(cls):
+        raise UsageError("the plug-in names no method class", where=where, expected="package.module:Class")
+    _check_class(Path(inspect.getfile(cls)), cls)
+    if cls.name != entry.name:
+        raise UsageError(f"the plug-in's method is named {cls.name!r}", where=where, expected=f"{entry.name!r}")
+    return cls
 
 
 def file_digests(kind: Kind) -> dict[str, str]:
@@ -173,17 +227,27 @@ def _as_path(text: str) -> Path:
         return Path(text)
 
 
+def _suffix(kind: Kind) -> str:
+    return ".toml" if kind == "tracks" else ".py"
+
+
+def _is_path(kind: Kind, name_or_path: str) -> bool:
+    """Whether it is meant as a path: anything with a separator or the suffix."""
+    return "/" in name_or_path or name_or_path.endswith(_suffix(kind))
+
+
 def _resolve_file(kind: Kind, name_or_path: str) -> Path:
-    """The file of a content name; anything with a separator or the suffix is taken as a path."""
-    suffix = ".toml" if kind == "tracks" else ".py"
+    """The file of a content name, or the path itself."""
+    suffix = _suffix(kind)
     noun = kind.removesuffix("s")
-    if "/" in name_or_path or name_or_path.endswith(suffix):
+    if _is_path(kind, name_or_path):
         path = _as_path(name_or_path)
         if not path.is_file():
             raise UsageError(f"no such {noun} file", where=name_or_path, expected=f"a {suffix} file")
         return path.resolve()
     if name_or_path not in available(kind):
-        raise _unknown(noun, name_or_path, available(kind), f"the path of a {suffix} file")
+        names = [*available(kind), *(plugins() if kind == "methods" else ())]
+        raise _unknown(noun, name_or_path, names, f"the path of a {suffix} file")
     return content_root() / _FOLDERS[kind] / f"{name_or_path}{suffix}"
 
 
@@ -298,13 +362,16 @@ def _stored_source(module: types.ModuleType) -> Source:
 
 
 def load_method_class(name_or_path: str) -> type[Method]:
-    """The one method class of a file.
+    """The one method class of a file, or the class that a plug-in names.
 
     Raises:
         UsageError: for an unknown name, or a file that does not define exactly one concrete frozen-dataclass method.
     """
     from prunebench.method import Method  # loads torch
 
+    named = not _is_path("methods", name_or_path) and name_or_path not in available("methods")
+    if named and (entry := plugins().get(name_or_path)) is not None:
+        return _load_plugin(entry)
     path = _resolve_file("methods", name_or_path)
     module = _load_file("methods", path)
     own = [
@@ -371,13 +438,37 @@ def load_method(name_or_path: str, parameters: Mapping[str, object] | None = Non
     """Load a method by name or by the path of its file.
 
     Args:
-        name_or_path: a file stem of methods/, or a path.
+        name_or_path: a file stem of methods/, a path, or a plug-in's name.
         parameters: values of the method's fields, of the fields' types; the others keep their defaults.
 
     Raises:
         UsageError: as `load_method_class`; for an unknown, missing or wrong parameter.
     """
     return _instance(load_method_class(name_or_path), parameters or {})
+
+
+def load_class_of(path: Path, name: str) -> type[Method]:
+    """A method class by its name in a file that may define several, such as a test's.
+
+    Raises:
+        UsageError: as `load_method_class`; no such class.
+    """
+    from prunebench.method import Method
+
+    found = vars(_load_file("methods", path)).get(name)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UsageError(f"no method class {name!r}", where=str(path), expected="a class at module level")
+    _check_class(path, found)
+    return found
+
+
+def make(cls: type[Method], parameters: Mapping[str, object]) -> Method:
+    """A method of a class, with these parameters.
+
+    Raises:
+        UsageError: for an unknown, missing or wrong parameter.
+    """
+    return _instance(cls, parameters)
 
 
 def load_suite(name_or_path: str) -> Suite:

@@ -28,6 +28,7 @@ __all__ = [
     "Scope",
     "canonical_json",
     "model_shape_text",
+    "survivors_of",
     "write_atomically",
 ]
 
@@ -38,6 +39,12 @@ GroupPolicy = Literal["frozen", "reselect"]
 
 # What a budget counts over: each layer, each router group of each layer, or the whole model.
 Scope = Literal["layer", "group", "global"]
+
+
+def survivors_of(pruned: Iterable[int], experts: int) -> tuple[int, ...]:
+    """Ids of a layer's experts that are not pruned, increasing."""
+    gone = set(pruned)
+    return tuple(expert for expert in range(experts) if expert not in gone)
 
 
 def canonical_json(value: object) -> str:
@@ -126,8 +133,7 @@ class LayerMask:
     @property
     def survivors(self) -> tuple[int, ...]:
         """Ids that stay, increasing."""
-        gone = set(self.pruned)
-        return tuple(expert for expert in range(self.experts) if expert not in gone)
+        return survivors_of(self.pruned, self.experts)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from prunebench.calibration import LayerVisit, Statistic, by_pass
 from prunebench.errors import UsageError
 from prunebench.fit import Fitted
-from prunebench.mask import Budget, LayerShape, Mask
+from prunebench.mask import Budget, LayerShape, Mask, survivors_of
 from prunebench.moe import MoELayer, TokenBatch
 from prunebench.replacement import Fill, GatedWeights
 from prunebench.routing import Convention
@@ -155,7 +155,7 @@ class LayerView:
 
     def survivors(self, pruned: Sequence[int]) -> tuple[int, ...]:
         """Ids of the experts that are not pruned, increasing."""
-        return tuple(expert for expert in range(self.experts) if expert not in set(pruned))
+        return survivors_of(pruned, self.experts)
 
     @property
     def router_rows_ED(self) -> Tensor:
@@ -290,6 +290,10 @@ class Method(ABC):
     reference: ClassVar[str] = ""
     visits: ClassVar[bool] = False
     """Whether `replace` reads routed tokens by `LayerView.accumulate`."""
+    nested: ClassVar[bool] = False
+    """A claim, which is checked: a larger budget prunes the same experts and more."""
+    independent_layers: ClassVar[bool] = False
+    """A claim, which is checked: what a layer loses does not depend on other layers."""
     schedule: ClassVar[Literal["one_shot", "layerwise", "sequential"]] = "one_shot"
     """When `select` is asked. `one_shot`: once, for all layers, with the statistics of one pass over the intact model.
     `layerwise`: of one layer after the other (`layers` has one entry), while the whole text stands before it, so that

@@ -448,7 +448,7 @@ class _Answered:
         return {
             **{f"fill/{name}": tensor for name, tensor in self.tensors.items()},
             **{f"{_EDIT}{name}": tensor for name, tensor in self.edits.items()},
-            "rest": torch.frombuffer(bytearray(canonical_json(_texts(rest)).encode()), dtype=torch.uint8),
+            "rest": torch.frombuffer(bytearray(canonical_json(rest).encode()), dtype=torch.uint8),
         }
 
     @classmethod
@@ -460,13 +460,6 @@ class _Answered:
             tensors.update({key.removeprefix(prefix): kept[key] for key in kept if key.startswith(prefix)})
         coverage = {int(expert): row for expert, row in rest["coverage"].items()}
         return cls(LayerPlan.from_json(rest["layer"]), named["fill/"], rest["declared"], coverage, named[_EDIT])
-
-
-def _texts(value: Any) -> Any:
-    """Nested data with texts as keys, as JSON has them."""
-    if isinstance(value, Mapping):
-        return {str(key): _texts(below) for key, below in value.items()}
-    return value
 
 
 def _operator_views(moe: MoEModel, operator: Method, scores: ScoreResult | None) -> list[LayerView]:
@@ -483,7 +476,9 @@ def _ask(view: LayerView, mask: Mask, operator: Method, scale: Scale | None) -> 
     where = f"{operator.name}.replace, layer {view.index}"
     if stray := sorted(set(answer.fills) - set(pruned)):
         raise UsageError(f"a fill for expert {stray[0]}, which is not pruned", where=where, expected=f"{pruned}")
-    if pruned and operator.keeps_slots() and (missing := sorted(set(pruned) - set(answer.fills))):
+    given = ((expert, one.fill if isinstance(one, Fitted) else one) for expert, one in sorted(answer.fills.items()))
+    filled = {expert: fill for expert, fill in given if fill is not None}
+    if pruned and operator.keeps_slots() and (missing := sorted(set(pruned) - set(filled))):
         raise UsageError(
             f"no fill for pruned expert {missing[0]}",
             where=where,
@@ -493,13 +488,8 @@ def _ask(view: LayerView, mask: Mask, operator: Method, scale: Scale | None) -> 
     fills: dict[int, FillPlan] = {}
     tensors: dict[str, Tensor] = {}
     stored: dict[str, int] = {}
-    coverage: dict[int, dict[str, Any]] = {}
-    for expert, answered in sorted(answer.fills.items()):
-        fill = answered.fill if isinstance(answered, Fitted) else answered
-        if isinstance(answered, Fitted):
-            coverage[expert] = answered.to_json()
-        if fill is None:
-            continue
+    coverage = {expert: one.to_json() for expert, one in sorted(answer.fills.items()) if isinstance(one, Fitted)}
+    for expert, fill in filled.items():
         fills[expert] = _describe(fill, operator, f"{where}, expert {expert}")
         if isinstance(fill, Survivor):
             _check_survives(fill.survivor, view, pruned, f"{where}, expert {expert}")

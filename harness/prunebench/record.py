@@ -85,9 +85,11 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "provenance": (dict,),
     "volatile": (dict,),
 }
-_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = dict.fromkeys(("fit", "remap", "edits", "selection"), (dict,))
-"""How a fit pass went, which survivors answer for whom, which are edited, how the mask was chosen; runs without do not
-have it."""
+_OPTIONAL: Final[Mapping[str, tuple[type, ...]]] = dict.fromkeys(
+    ("fit", "remap", "edits", "selection", "evaluation"), (dict,)
+)
+"""How a fit pass went, which survivors answer for whom, which are edited, how the mask was chosen, how texts were put
+to the model where there are several ways; runs without do not have it."""
 _IDENTITY: Final = (
     *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
     *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),
@@ -383,6 +385,12 @@ class Run:
     record: dict[str, Any]
     items: ItemTable
     path: Path
+
+    @property
+    def invalid(self) -> int:
+        """Questions that the model answered with NaN or infinity."""
+        by_suite = self.record.get("evaluation", {}).get("items", {})
+        return sum(counts.get("invalid", 0) for counts in by_suite.values())
 
     def calibration(self, part: Literal["mask", "fit"]) -> Mapping[str, Any] | None:
         """What the mask was chosen on, or the operator fitted on; None if nothing was."""

@@ -17,9 +17,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from prunebench.documents import Rows, read_rows, source_or_default
+from prunebench.documents import Rows, file_state, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import canonical_json
 
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from prunebench.evaluate import Evaluation
     from prunebench.record import Item
 
-__all__ = ["DataSuite", "Suite", "TaskFile", "suite_content"]
+__all__ = ["BosRule", "DataSuite", "Suite", "TaskFile", "suite_content"]
+
+
+BosRule = Literal["always", "tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,23 @@ class Suite(ABC):
         version: raised whenever an outcome could change.
         tasks: names of its task files, `tasks/<task>.yaml` beside the suite's file.
         headline: the (task, filter, metric) whose macro mean is the suite's number.
+        shots: few-shot examples of every task, instead of what its file says; None to leave it at that.
         needs_dense: whether `run` compares with the unpruned model.
+        bos: `always`, one BOS before every text if the tokenizer has one; or `tokenizer`, only where the tokenizer
+            itself puts one before a text, as lm-eval does.
     """
 
     name: ClassVar[str]
     version: ClassVar[int]
     tasks: ClassVar[tuple[str, ...]]
     headline: ClassVar[tuple[tuple[str, str, str], ...]]
+    shots: ClassVar[int | None] = None
     needs_dense: ClassVar[bool] = False
+    bos: ClassVar[BosRule] = "always"
+
+    def shots_of(self, config: Mapping[str, Any]) -> int:
+        """How many few-shot examples a task has."""
+        return int(config.get("num_fewshot") or 0) if self.shots is None else self.shots
 
     @property
     def file(self) -> Path:
@@ -108,6 +120,16 @@ class Suite(ABC):
     def task_file(self, task: str) -> TaskFile:
         """The task file of this name."""
         return TaskFile(self.file.parent / "tasks" / f"{task}.yaml")
+
+    @property
+    def task_files(self) -> tuple[TaskFile, ...]:
+        """The task file of each task."""
+        return tuple(self.task_file(task) for task in self.tasks)
+
+    @property
+    def cells(self) -> tuple[tuple[str, str, str], ...]:
+        """The headline, where only the data say which tasks there are."""
+        return self.headline
 
     @property
     def runs_programs(self) -> bool:
@@ -144,6 +166,7 @@ class DataSuite(Suite):
         source: what was said, or None.
     """
 
+    bos = "tokenizer"
     data_name: ClassVar[str]
     default_source: ClassVar[str] = ""
     source: str | None = None
@@ -172,8 +195,7 @@ class DataSuite(Suite):
         config = self.task_file(task).config
         split = str(config["test_split"])
         where = source_or_default(self.source, self.data_name, self.default_source or f"hub:{config['dataset_path']}")
-        path = Path(where)
-        key = (where, (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None)
+        key = (where, file_state(where))
         if key not in self._read:
             rows = read_rows(where, config=config.get("dataset_name"), split=split)
             self._read.clear()
@@ -198,13 +220,13 @@ def suite_content(suite: Suite) -> str:
     """16 hex digits over the suite's Python file, its task files and their data: all that can change an outcome.
 
     Data that are not shipped count by their documents, so that one data set is one identity, wherever it came from.
+    A rule for BOS counts where it is not the tiny world's, whose suites' digests are of their files alone.
 
     Raises:
         PrerequisiteError: if one of the files is missing.
     """
-    task_files = [suite.task_file(task) for task in suite.tasks]
-    paths = [suite.file, *(file.path for file in task_files)]
-    paths += [path for file in task_files for _, path in sorted(file.data_files.items())]
+    paths = [suite.file, *(file.path for file in suite.task_files)]
+    paths += [path for file in suite.task_files for _, path in sorted(file.data_files.items())]
     digest = hashlib.sha256()
     for path in paths:
         try:
@@ -216,4 +238,6 @@ def suite_content(suite: Suite) -> str:
         if (documents := suite.documents(task)) is not None:
             content = canonical_json(documents).encode(errors="surrogatepass")
             digest.update(f"{task}\0{len(content)}\0".encode() + content)
+    if suite.bos != Suite.bos:
+        digest.update(f"bos\0{suite.bos}\0".encode())
     return digest.hexdigest()[:16]

@@ -23,7 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         masks = read_masks(options.records)
         if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(options.out, page(masks).encode())
         exported = export(masks, options.export) if options.export is not None else 0
     except PruneBenchError as error:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prunebench.analysis.bootstrap import Sampled, item_counts, sampled, sampled_columns
-from prunebench.analysis.metrics import cell_sampled, clusters_of, paired_order
+from prunebench.analysis.metrics import RATIOS, cell_sampled, clusters_of, in_units, paired_order
+from prunebench.analysis.scores import Stratum, suite_scores
 from prunebench.errors import UsageError
 from prunebench.record import Item, content_hash, items_to_table
 
@@ -110,3 +111,25 @@ def test_multiples_and_logarithms_are_those_of_every_draw():
     one = Sampled(2.0, np.array([1.0, 2.0, 4.0]), 3)
     assert one.times(100).draws_B.tolist() == [100, 200, 400]
     assert one.log().minus(one.times(2).log()).draws_B == pytest.approx([-np.log(2)] * 3)
+
+
+@pytest.mark.parametrize("metric", [*sorted(RATIOS), "nll", "acc"])
+def test_families_score_a_cell_as_its_run_does(metric):
+    """Ratios of sums by their own rules: Σ values / Σ weights as it is, and of excess_ppl exp of it less 1."""
+    rng = np.random.default_rng(3)
+    values, weights = rng.random(40).round(), rng.integers(1, 9, 40).astype(float)
+    items = [
+        Item("s", "t", "none", str(n), content_hash(str(n)), content_hash(str(n)), metric, value, weight, "ok", "{}")
+        for n, (value, weight) in enumerate(zip(values.tolist(), weights.tolist(), strict=True))
+    ]
+    rows = paired_order(items_to_table(items))
+    alone = cell_sampled(rows, resamples=50)
+    cell = ("t", "none", {"nll": "perplexity"}.get(metric, metric))
+    stratum = Stratum(rows.value[:, None], None if metric == "acc" else rows.weight)
+    (score,) = suite_scores({cell: stratum}, "s", resamples=50)
+    wanted = in_units(alone, [cell[2]])
+    assert score.value == wanted.value
+    np.testing.assert_array_equal(score.draws_B, wanted.draws_B)
+    quotient = values.sum() / weights.sum()
+    by_hand = {"acc": values.mean(), "nll": np.exp(quotient), "excess_ppl": np.exp(quotient) - 1}.get(metric, quotient)
+    assert alone.value == pytest.approx(by_hand, abs=1e-12)

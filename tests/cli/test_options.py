@@ -16,6 +16,9 @@ MACHINE = {
     "--experts-implementation",
     "--batch-tokens",
     "--unsafe-local",
+    "--sampling",
+    "--truncate",
+    "--chat-template",
     "--dry-run",
 }
 
@@ -57,6 +60,9 @@ OPTIONS = {
     "board": {"--json", "RECORDS", "--out", "--track", "--data", "--update", "--check"},
     "validate": {"--json", "PATH"},
     "pack": {"--json", "RECORDS", "--unpack"},
+    "recompute": {"--json", "RUN"},
+    "check": {"--cards", "--expect", "--json", "--markdown", "--only", "--param", "FILE"},
+    "new-method": {"--folder", "--json", "NAME"},
     "check-env": {"--json"},
 }
 

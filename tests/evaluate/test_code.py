@@ -24,6 +24,7 @@ from prunebench.evaluate.code import (
     pass_at_k,
     required_names,
 )
+from prunebench.record import content_hash
 from prunebench.sandbox import OPEN, Verdict, boxed, run_case
 from prunebench.sandbox.inside.compare import RULES, close, is_floats, same
 
@@ -74,6 +75,14 @@ def test_a_row_says_n_k_and_how_it_failed():
     ]
     silent = dataclasses.replace(answer, responses=(Generation(" \n", "eos", 1),))
     assert code_item(silent, [Verdict("error", "NameError: f")], filter_name="strict").state == "empty"
+
+
+def test_a_program_behind_logits_that_are_no_numbers_does_not_pass_and_a_cut_prompt_is_in_the_row():
+    answer = Answer("s", "t", {"id": "1"}, 1, (Generation("a", "invalid", 1),), {}, {}, target="check(f)", dropped=7)
+    item = code_item(answer, [Verdict("ok", "")], filter_name="strict")
+    detail = json.loads(item.detail)
+    assert (item.state, item.value, detail["passed"], detail["dropped"]) == ("invalid", 0.0, 0, 7)
+    assert detail["target_hash"] == f"{content_hash('check(f)'):016x}"
 
 
 # --- evalplus's rules

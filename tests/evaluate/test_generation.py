@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from prunebench.errors import UsageError
 from prunebench.evaluate import Evaluation, Generation, Prompt
-from prunebench.evaluate.engine import _Decoding, prompt_of
+from prunebench.evaluate.decoding import Decoding, prompt_of
 
 TEXT = "Mara has stones and finds more Noka went to Accra Saka was sad 11 14 x + 10 def return"
 WORDS = TEXT.split()
@@ -115,7 +114,7 @@ class Pieces:
     ],
 )
 def test_the_earliest_stop_string_by_text_ends_it(pieces, stops, text, finish):
-    decoding = _Decoding(Pieces(*pieces), [0], stops, len(pieces), frozenset())
+    decoding = Decoding(Pieces(*pieces), [0], stops, len(pieces), frozenset())
     for token in range(len(pieces)):
         decoding.push(token)
     assert decoding.result()[:2] == (text, finish)
@@ -136,9 +135,3 @@ def test_lm_evals_generation_settings_are_understood(model, tokenizer, settings,
     assert prompt == Prompt("Mara", until, limit, "item")
     (result,) = Evaluation(model, tokenizer).generate([prompt._replace(max_tokens=2)])
     assert result.tokens <= 2
-
-
-@pytest.mark.parametrize("settings", [{"do_sample": True}, {"temperature": 0.7}])
-def test_sampling_is_refused(settings):
-    with pytest.raises(UsageError, match=r"item 3.*greedy"):
-        prompt_of("Mara", settings, "item 3")

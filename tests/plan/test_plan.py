@@ -15,6 +15,7 @@ from torch import nn
 from prunebench import Constant, Mask, Method, Replacements, Routing, load_method
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, OutputMoments, score_pass
 from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.fit import Fitted
 from prunebench.install import programs_of
 from prunebench.moe import open_model
 from prunebench.plan import Plan, make_plan
@@ -399,12 +400,14 @@ def test_a_reference_set_larger_than_the_survivors_is_refused():
         make_plan(moe, mask, load_method("reroute", {"scale": "ref:9"}), None)
 
 
-def test_an_operator_that_keeps_slots_and_forgets_one_is_refused(moe, mask):
+@pytest.mark.parametrize("left_out", [True, False], ids=["left out", "fitted to nothing"])
+def test_an_operator_that_keeps_slots_and_forgets_one_is_refused(moe, mask, left_out):
     class Forgets(Method):
         name = "forgets"
 
         def replace(self, layer, pruned):
-            return Replacements({e: Constant(layer.width) for e in pruned[1:]})
+            first = {} if left_out else {pruned[0]: Fitted(None, 3, "nothing found")}
+            return Replacements(first | {e: Constant(layer.width) for e in pruned[1:]})
 
     first = next(layer for layer in mask.layers if layer.pruned)
     says = (

@@ -67,7 +67,7 @@ def make_items(*, seed: int = 0, n: int = 20, skill: float = 0.7) -> list[Item]:
                     value=value,
                     weight=float(words) if loss else 1.0,
                     state="ok" if loss or value else "wrong",
-                    detail=json.dumps({"answer": int(rng.integers(4))}),
+                    detail=json.dumps({"answer": int(rng.integers(4))} | ({"tokens": words} if loss else {})),
                 )
             )
     return items

@@ -158,7 +158,7 @@ def test_the_dense_model_runs_without_hooks(spec, tmp_path, monkeypatch):
     seen = {}
     evaluate = session_module.Session._evaluate
 
-    def watch(self, arm, loaded, plan):
+    def watch(self, arm, loaded, plan, journal):
         first = arm.suites[0]
         run = type(first).run
 
@@ -168,7 +168,7 @@ def test_the_dense_model_runs_without_hooks(spec, tmp_path, monkeypatch):
 
         monkeypatch.setattr(type(first), "run", counted)
         try:
-            return evaluate(self, arm, loaded, plan)
+            return evaluate(self, arm, loaded, plan, journal)
         finally:
             monkeypatch.setattr(type(first), "run", run)
 

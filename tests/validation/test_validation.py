@@ -12,6 +12,7 @@ import pytest
 from prunebench.analysis import metrics_from_items
 from prunebench.errors import UsageError
 from prunebench.loader import content_root, file_digests
+from prunebench.packing import unpack
 from prunebench.record import (
     _OPTIONAL,
     _TOP,
@@ -22,6 +23,7 @@ from prunebench.record import (
     sealed,
     write_items,
 )
+from prunebench.run.stored import documents_of
 from prunebench.storage import PARTS
 from prunebench.validation import RETRACTIONS, record_schema, validate_records
 from prunebench.validation.checks import CHECKS, first_fault
@@ -246,18 +248,55 @@ def test_honest_runs_have_no_finding_and_a_forger_who_changes_nothing_none_eithe
     assert found(records) == []
 
 
+COMMITTED = content_root() / "leaderboard" / "records" / "tiny"
+
+
+@pytest.fixture
+def committed(tmp_path):
+    """A committed run on its own, unpacked."""
+    shutil.copytree(COMMITTED / "questions", tmp_path / "questions")
+    shutil.copytree(COMMITTED / "tiny-granite" / "reap-ratio0.75-constant-A", tmp_path / "m" / "run")
+    unpack(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def without_first(items):
+    """One question of a task is gone from all its metrics."""
+    gone = min(one.item for one in items if one.task == "tiny_recall")
+    return [one for one in items if one.task != "tiny_recall" or one.item != gone]
+
+
+ALONE = {
+    "an item flipped, all else made to agree": (flipped, ("decision", "should be 0.0")),
+    "an item right that the detail does not tell": (
+        lambda items: [change(one, detail="{}") if one.metric == "nll" else one for one in items],
+        ("decision", "detail lacks what decides it"),
+    ),
+    "errors dropped from the denominator, in a run alone": (without_first, ("count", "items are short")),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_run_alone_is_held_against_its_own_details_and_the_documents_that_are_shipped(committed, case):
+    tamper, (rule, what) = ALONE[case]
+    methods = file_digests("methods")
+    assert validate_records([committed], methods=methods, documents=documents_of()).findings == ()
+    forge(committed / "run", items=tamper, metrics=True)
+    findings = validate_records([committed], methods=methods, documents=documents_of()).findings
+    assert [one for one in findings if one.rule == rule and what in one.what], findings
+
+
 def test_a_run_that_is_there_twice_is_a_finding(records):
     shutil.copytree(records / "dense", records / "elsewhere")
     assert found(records) == [("elsewhere", "record", "the same run as dense")]
 
 
 def test_committed_runs_hold(tmp_path):
-    committed = content_root() / "leaderboard" / "records" / "tiny"
-    shutil.copytree(committed / "questions", tmp_path / "questions")
+    shutil.copytree(COMMITTED / "questions", tmp_path / "questions")
     names = ("dense", "mone-ratio0.5-constant-A", "mone-ratio0.5-reroute-other-A", "reap-ratio0.5-mora-A")
     for name in names:
-        shutil.copytree(committed / "tiny-granite" / name, tmp_path / "tiny-granite" / name)
-    result = validate_records([tmp_path], methods=file_digests("methods"))
+        shutil.copytree(COMMITTED / "tiny-granite" / name, tmp_path / "tiny-granite" / name)
+    result = validate_records([tmp_path], methods=file_digests("methods"), documents=documents_of())
     assert (result.runs, result.findings, result.notes) == (len(names), (), ())
 
 

@@ -15,7 +15,14 @@ from prunebench.analysis.contrasts import Answer, Gap, answers
 from prunebench.analysis.declared import Declaration, Question, read_declaration
 from prunebench.analysis.diagnostics import ReroutingSummary, rerouting_summary
 from prunebench.analysis.forest import write_forest
-from prunebench.analysis.metrics import PERCENT, headline_cells, is_loss, metrics_from_items, published
+from prunebench.analysis.metrics import (
+    PERCENT,
+    headline_cells,
+    is_loss,
+    lower_is_better,
+    metrics_from_items,
+    published,
+)
 from prunebench.analysis.report import Report
 from prunebench.analysis.robustness import Robustness, robustness
 
@@ -43,6 +50,7 @@ __all__ = [
     "confidence_interval",
     "headline_cells",
     "is_loss",
+    "lower_is_better",
     "metrics_from_items",
     "published",
     "read_declaration",

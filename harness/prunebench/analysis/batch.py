@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunebench.analysis.bootstrap import Floats, Sampled, sampled_columns
-from prunebench.analysis.metrics import Cell, clusters_of, is_loss, paired_order, published
+from prunebench.analysis.metrics import Cell, as_published, clusters_of, lower_is_better, paired_order, published
 from prunebench.items import ItemTable, Outcomes
 
 __all__ = ["Column", "Sheet", "columns_of", "sampled_sheets"]
@@ -83,7 +83,11 @@ def _cells(asked: ItemTable) -> Iterator[tuple[tuple[str, Cell], _Place]]:
         rows = paired_order(rows)
         clusters_N = clusters_of(rows)
         keys_N2 = np.stack([rows.doc_hash, rows.prompt_hash], axis=1)
-        parts = (keys_N2, rows.weight if is_loss(metric) else (), () if clusters_N is None else clusters_N.tolist())
+        parts = (
+            keys_N2,
+            rows.weight if lower_is_better(metric) else (),
+            () if clusters_N is None else clusters_N.tolist(),
+        )
         digest = hashlib.sha256(repr([np.asarray(part).tolist() for part in parts]).encode()).hexdigest()
         yield (suite, (task, filter_name, published(metric))), _Place(index_N, rows.weight, keys_N2, clusters_N, digest)
 
@@ -102,10 +106,10 @@ def _sampled(sheets: Sequence[Sheet]) -> list[dict[str, dict[Cell, Sampled]]]:
             alike.setdefault((suite, cell, column.digest), []).append(number)
     for (suite, cell, _), numbers in alike.items():
         columns = [sheets[number][suite, cell] for number in numbers]
-        weights = columns[0].weight_N if is_loss(cell[2]) else None
+        weights = columns[0].weight_N if lower_is_better(cell[2]) else None
         key: dict[str, Any] = {"suite": suite, "task": cell[0]}
         values_NC = np.stack([one.value_N for one in columns], axis=1)
         every = sampled_columns(values_NC, weights, clusters=columns[0].clusters_N, **key)
         for number, one in zip(numbers, every, strict=True):
-            result[number].setdefault(suite, {})[cell] = one
+            result[number].setdefault(suite, {})[cell] = as_published(cell[2], one)
     return result

@@ -39,7 +39,7 @@ __all__ = [
 FIXED_ANSWERS: Final = ("boolq", "mmlu", "rte", "tiny_yes_no")
 """Tasks whose answer strings are the same for every item; subjects of MMLU count as `mmlu`."""
 
-ITEM_ANSWERS: Final = ("arc_challenge", "arc_easy", "copa", "openbookqa", "piqa", "winogrande")
+ITEM_ANSWERS: Final = ("arc_challenge", "arc_easy", "copa", "hellaswag", "openbookqa", "piqa", "winogrande")
 """Tasks with options of their own for every item."""
 
 Ints = NDArray[np.int64]

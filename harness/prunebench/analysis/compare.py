@@ -21,6 +21,7 @@ from prunebench.analysis.metrics import (
     clusters_of,
     headline_cells,
     is_loss,
+    lower_is_better,
     paired_order,
     published,
     suite_mean,
@@ -180,6 +181,7 @@ def _contrast(name: tuple[str, str, str, str], a: Sampled, b: Sampled, pairs: Se
     metrics = set(name[3].split("+"))
     countable = metrics <= PERCENT
     loss = all(map(is_loss, metrics))
+    lower = all(map(lower_is_better, metrics))
     return Contrast(
         *name,
         a=a.value,
@@ -193,7 +195,7 @@ def _contrast(name: tuple[str, str, str, str], a: Sampled, b: Sampled, pairs: Se
         detectable=minimum_detectable(difference),
         no_claim=few_items(pair.independent for pair in pairs),
         ratio=a.over(b).interval() if loss else None,
-        lower_is_better=loss,
+        lower_is_better=lower,
     )
 
 

@@ -15,7 +15,7 @@ from prunebench.analysis.arms import Found, Shelf, UnfoundError
 from prunebench.analysis.bootstrap import RESAMPLES, SEED, Interval, Sampled
 from prunebench.analysis.declared import Question, Sum
 from prunebench.analysis.mcnemar import McNemar, mcnemar
-from prunebench.analysis.metrics import is_loss
+from prunebench.analysis.metrics import lower_is_better
 from prunebench.analysis.multiplicity import Verdict, holm, mark, same_sign, verdict, within_families
 from prunebench.analysis.pairing import check_enough
 from prunebench.analysis.resolution import EQUIVALENCE_LEVEL, equivalence_bound, minimum_detectable
@@ -217,7 +217,7 @@ def _answer(scores: Scores, asked: _Asked) -> Answer:
         bound=equivalence_bound(difference),
         detectable=minimum_detectable(difference),
         p=difference.p_value(),
-        lower_is_better=all(is_loss(cell[2]) for cell in scores.cells(first, suite, tasks)),
+        lower_is_better=all(lower_is_better(cell[2]) for cell in scores.cells(first, suite, tasks)),
         replicates=tuple(_summed(scores, one, question).value for one in asked.replicates),
         missing=asked.missing,
         mcnemar=mcnemar(*counts[:2]) if counts is not None and counts[2] else None,

@@ -14,14 +14,18 @@ from prunebench.errors import UsageError
 from prunebench.record import ItemTable
 
 __all__ = [
+    "MEANS",
     "PERCENT",
+    "RATIOS",
     "Cell",
     "Headline",
+    "as_published",
     "cell_sampled",
     "clusters_of",
     "headline_cells",
     "in_units",
     "is_loss",
+    "lower_is_better",
     "metrics_from_items",
     "metrics_from_samples",
     "paired_order",
@@ -35,15 +39,45 @@ PERCENT: Final = frozenset({"acc", "acc_norm", "exact_match", "pass@1"})
 Headline = Mapping[str, Sequence[Sequence[str]]]
 Cell = tuple[str, str, str]
 
+_PERPLEXITY_OF: Final = {"nll": "perplexity", "word_nll": "word_perplexity", "byte_nll": "byte_perplexity"}
+"""Metrics of items, nats with the tokens, words or bytes to divide them by, and what exp of the quotient is called."""
+
+RATIOS: Final = frozenset({"nats", "nats_per_byte", "reverse_kl", "delta_nll", "excess_ppl"})
+"""Metrics of items whose quotient Σ values / Σ weights is published as it is; of excess_ppl, exp of it less 1."""
+
+_BIG_5 = ("arc_challenge", "arc_easy", "boolq", "piqa", "winogrande")
+_MORA_9 = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "mmlu", "openbookqa", "piqa", "rte", "winogrande")
+_NORMALIZED = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa")
+
+
+def _choice_cells(suite: str, tasks: Sequence[str]) -> tuple[tuple[str, Cell], ...]:
+    return tuple(
+        (task if task == "hellaswag" else suite, (task, "none", "acc_norm" if task in _NORMALIZED else "acc"))
+        for task in tasks
+    )
+
+
+MEANS: Final[Mapping[str, tuple[tuple[str, Cell], ...]]] = {
+    "nine_tasks/big5/acc": _choice_cells("nine_tasks", _BIG_5),
+    "nine_tasks_5shot/big5/acc": _choice_cells("nine_tasks_5shot", _BIG_5),
+    "mora9/acc": _choice_cells("nine_tasks", _MORA_9),
+}
+"""Unweighted means over (suite, cell)s that are published where all of them are there (2610.41366 §3, App. D)."""
+
 
 def published(metric: str) -> str:
     """The name under which a metric of items is published: the mean nll is published as a perplexity."""
-    return "perplexity" if metric == "nll" else metric
+    return _PERPLEXITY_OF.get(metric, metric)
 
 
 def is_loss(metric: str) -> bool:
+    """Whether it is a perplexity: exp of nats per unit, where lower is better and ratios are of interest."""
+    return published(metric) in _PERPLEXITY_OF.values()
+
+
+def lower_is_better(metric: str) -> bool:
     """Whether lower is better."""
-    return published(metric) == "perplexity"
+    return is_loss(metric) or metric in RATIOS
 
 
 def headline_cells(headline: Headline, suite: str) -> list[Cell]:
@@ -75,11 +109,23 @@ def _cluster(detail: str, doc: int) -> str:
     return f"document {doc}"
 
 
+def as_published(metric: str, one: Sampled) -> Sampled:
+    """The published statistic of one that was sampled as exp(Σ values / Σ weights), or as a mean.
+
+    Logarithms are taken again rather than not exponentiated first, so that all metrics are resampled by one function.
+    """
+    if metric not in RATIOS:
+        return one
+    return Sampled(one.value - 1, one.draws_B - 1, one.n) if metric == "excess_ppl" else one.log()
+
+
 def cell_sampled(rows: ItemTable, *, seed: int = SEED, resamples: int = RESAMPLES) -> Sampled:
     """The statistic of one cell, given its rows in `paired_order`."""
-    weights = rows.weight if is_loss(str(rows.metric[0])) else None
+    metric = str(rows.metric[0])
+    weights = rows.weight if lower_is_better(metric) else None
     key = {"suite": str(rows.suite[0]), "task": str(rows.task[0])}
-    return sampled(rows.value, weights, clusters=clusters_of(rows), **key, seed=seed, resamples=resamples)
+    one = sampled(rows.value, weights, clusters=clusters_of(rows), **key, seed=seed, resamples=resamples)
+    return as_published(metric, one)
 
 
 def suite_mean(cells: Mapping[Cell, Sampled], wanted: Iterable[Cell], suite: str) -> Sampled:
@@ -125,4 +171,19 @@ def metrics_from_samples(by_suite: Mapping[str, Mapping[Cell, Sampled]], headlin
     for suite in headline:
         mean = suite_mean(by_suite.get(suite, {}), headline_cells(headline, suite), suite)
         result[suite] = mean.interval().to_json()
+    for name, cells in _means(by_suite).items():
+        result[name] = Sampled.macro_mean(cells).interval().to_json()
     return dict(sorted(result.items()))
+
+
+def _means(by_suite: Mapping[str, Mapping[Cell, Sampled]]) -> dict[str, list[Sampled]]:
+    """What is published besides the suites' own numbers: `MEANS`, and of fidelity every metric over axes of a kind."""
+    found = {
+        name: [by_suite[suite][cell] for suite, cell in cells]
+        for name, cells in MEANS.items()
+        if all(cell in by_suite.get(suite, {}) for suite, cell in cells)
+    }
+    for (_, covered, metric), one in by_suite.get("fidelity", {}).items():
+        for part in (covered, "all-axes"):
+            found.setdefault(f"fidelity/{part}/{metric}", []).append(one)
+    return found

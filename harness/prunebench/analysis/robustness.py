@@ -17,7 +17,7 @@ import tabulate
 from prunebench.analysis.bootstrap import RESAMPLES, SEED, Interval, Sampled, sampled
 from prunebench.analysis.choices import FIXED_ANSWERS, choices_of, has_fixed_answers
 from prunebench.analysis.compare import EXPLORATORY
-from prunebench.analysis.metrics import Cell, clusters_of, headline_cells, is_loss, paired_order
+from prunebench.analysis.metrics import Cell, clusters_of, headline_cells, lower_is_better, paired_order
 from prunebench.analysis.pairing import check_rows, check_runs, common_suites, few_items
 from prunebench.errors import UsageError
 from prunebench.record import ItemTable, Run
@@ -103,7 +103,7 @@ def robustness(
     common_suites(run_a, run_b, [suite] if few_shot is None else [suite, few_shot])
     how: dict[str, Any] = {"seed": seed, "resamples": resamples}
     headline = headline_cells(run_a.record["headline"], suite)
-    if any(is_loss(cell[2]) for cell in headline):
+    if any(lower_is_better(cell[2]) for cell in headline):
         raise UsageError(f"suite {suite} is scored by perplexity", expected="a suite of choice tasks")
     rows = {cell: _paired(run_a, run_b, suite, cell) for cell in headline}
     known = (*FIXED_ANSWERS, *fixed)

@@ -14,9 +14,10 @@ from prunebench.analysis.bootstrap import RESAMPLES, SEED, Floats, Sampled, samp
 from prunebench.analysis.metrics import (
     PERCENT,
     Cell,
+    as_published,
     headline_cells,
     in_units,
-    is_loss,
+    lower_is_better,
     paired_order,
     published,
     suite_mean,
@@ -62,7 +63,8 @@ def suite_scores(
     tasks: dict[Cell, list[Sampled]] = {}
     for cell, own in strata.items():
         key: dict[str, Any] = {"suite": suite, "task": cell[0], "seed": seed, "resamples": resamples}
-        tasks[cell] = sampled_columns(own.values_NC, own.weights_N, clusters=own.clusters_N, **key)
+        columns = sampled_columns(own.values_NC, own.weights_N, clusters=own.clusters_N, **key)
+        tasks[cell] = [as_published(cell[2], one) for one in columns]
     metrics = {cell[2] for cell in strata}
     runs = range(len(next(iter(tasks.values()))))
     means = (suite_mean({cell: own[at] for cell, own in tasks.items()}, strata, suite) for at in runs)
@@ -123,7 +125,7 @@ class Scores:
                 a, b = (_rows(self._shelf.read(run), suite)[cell] for run in (one, other))
                 check_rows(a, b, (one.name, other.name), where)
                 raise UsageError("items are grouped otherwise in the other run", where=where, expected="one grouping")
-            if is_loss(cell[2]) and not np.array_equal(columns[0].weight_N, columns[1].weight_N):
+            if lower_is_better(cell[2]) and not np.array_equal(columns[0].weight_N, columns[1].weight_N):
                 raise UsageError(
                     f"{one.name} and {other.name} scored other numbers of tokens", where=where, expected="one tokenizer"
                 )
@@ -163,7 +165,7 @@ class Scores:
         if self.cells(other, suite, tasks) != cells:
             return False
         pairs = [[self._columns[suite, run.folder][cell] for run in (one, other)] for cell in cells]
-        weighed = [is_loss(cell[2]) for cell in cells]
+        weighed = [lower_is_better(cell[2]) for cell in cells]
         return all(
             a.same_items(b) and (not loss or np.array_equal(a.weight_N, b.weight_N))
             for (a, b), loss in zip(pairs, weighed, strict=True)
@@ -171,7 +173,7 @@ class Scores:
 
     def _stratum(self, suite: str, cell: Cell, runs: Sequence[Found]) -> Stratum:
         columns = [self._columns[suite, run.folder][cell] for run in runs]
-        weights = columns[0].weight_N if is_loss(cell[2]) else None
+        weights = columns[0].weight_N if lower_is_better(cell[2]) else None
         return Stratum(np.stack([one.value_N for one in columns], axis=1), weights, columns[0].clusters_N)
 
 

@@ -99,4 +99,7 @@ def _reason(record: Mapping[str, Any]) -> str:
         return f"partial: made with a limit of {record['identity']['limit']} items"
     if record["identity"].get("executor") == UNSAFE_LOCAL:
         return "its programs ran without a sandbox (--unsafe-local)"
+    by_suite = record.get("evaluation", {}).get("items", {})
+    if invalid := sum(counts.get("invalid", 0) for counts in by_suite.values()):
+        return f"{invalid} questions answered with NaN or infinite logits"
     return ""

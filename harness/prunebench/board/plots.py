@@ -105,7 +105,7 @@ def _panel(alt: Any, rows: Sequence[Row], suite: SuiteColumn, operators: Sequenc
     unit = "%" if suite.percent else "lower is better" if suite.loss else ""
     x = alt.X("stored:Q", title="stored MB").scale(zero=False, nice=True)
     title = f"{suite.label}, {unit}" if unit else suite.label
-    scale = alt.Scale(type="log", nice=True) if suite.loss else alt.Scale(zero=False, nice=True)
+    scale = alt.Scale(type="log", nice=True) if suite.logarithmic else alt.Scale(zero=False, nice=True)
     y = alt.Y("score:Q", title=title).scale(scale).axis(tickCount=5)
     base = alt.Chart(alt.NamedData(name=f"runs of {suite.label}"))
     colors = [PALETTE[at % len(PALETTE)] for at in range(len(operators))]

@@ -18,7 +18,7 @@ from prunebench.analysis.bootstrap import Sampled
 from prunebench.analysis.metrics import (
     headline_cells,
     in_units,
-    is_loss,
+    lower_is_better,
     metrics_from_samples,
     paired_order,
     published,
@@ -235,7 +235,7 @@ def _cells(entry: Entry, suite: str) -> list[tuple[str, str, str]]:
 
 
 def _lower_is_better(entry: Entry, suite: str) -> bool:
-    return all(is_loss(cell[2]) for cell in _cells(entry, suite))
+    return all(lower_is_better(cell[2]) for cell in _cells(entry, suite))
 
 
 def _enough(entry: Entry, suite: str) -> bool:

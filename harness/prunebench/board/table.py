@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prunebench.analysis import PERCENT, headline_cells, is_loss, rerouting_summary
+from prunebench.analysis import PERCENT, headline_cells, is_loss, lower_is_better, rerouting_summary
 from prunebench.board.entries import Entry
 from prunebench.board.naming import IDENTIFYING, Cell, Column, identifying_cells
 from prunebench.board.reporting import ITEMS, Reported, reporting
@@ -28,6 +28,7 @@ class SuiteColumn:
     label: str
     percent: bool
     loss: bool
+    logarithmic: bool
     n: int | None
 
     def has(self, entry: Entry) -> bool:
@@ -131,7 +132,8 @@ def _suites(entries: Sequence[Entry]) -> tuple[SuiteColumn, ...]:
                 content,
                 suite + several,
                 percent=metrics <= PERCENT,
-                loss=all(map(is_loss, metrics)),
+                loss=all(map(lower_is_better, metrics)),
+                logarithmic=all(map(is_loss, metrics)),
                 n=counts.pop() if len(counts) == 1 else None,
             )
         )
@@ -144,8 +146,8 @@ def _suite_detail(suite: SuiteColumn) -> str:
 
 
 def _unit(suite: SuiteColumn) -> str:
-    unit = "points" if suite.percent else "ln; below 0 is better" if suite.loss else "difference"
-    return unit + " [95 % CI]"
+    unit = "points" if suite.percent else "ln" if suite.logarithmic else "difference"
+    return unit + ("; below 0 is better" if suite.loss else "") + " [95 % CI]"
 
 
 def _dense_sizes(entries: Sequence[Entry]) -> Mapping[str, set[int]]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from prunebench.evaluate.engine import (
     ENGINE_VERSION,
+    Divergence,
     Evaluation,
     Generation,
     Pair,
     Passage,
     PassageScore,
     Prompt,
+    Sampling,
     Score,
     bos_policy,
+    end_tokens,
 )
 from prunebench.evaluate.tasks import Answer
 from prunebench.sandbox import Verdict
@@ -24,13 +27,16 @@ from prunebench.sandbox import Verdict
 __all__ = [
     "ENGINE_VERSION",
     "Answer",
+    "Divergence",
     "Evaluation",
     "Generation",
     "Pair",
     "Passage",
     "PassageScore",
     "Prompt",
+    "Sampling",
     "Score",
     "Verdict",
     "bos_policy",
+    "end_tokens",
 ]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from prunebench.documents import typed_inputs
 from prunebench.evaluate.engine import Evaluation, Generation
-from prunebench.evaluate.tasks import Answer
+from prunebench.evaluate.tasks import Answer, common_detail
 from prunebench.record import Item
 from prunebench.sandbox import Case, Verdict, failure_kind
 
@@ -154,18 +154,26 @@ def code_item(
         k: of pass@k; n is the number of verdicts, and both are in the row.
         flags: more for its detail.
     """
-    n, passed = len(verdicts), sum(verdict.state == "ok" for verdict in verdicts)
-    first = next((place for place, verdict in enumerate(verdicts) if verdict.state != "ok"), 0)
-    generation, verdict = answer.responses[first], verdicts[first]
-    assert isinstance(generation, Generation)
-    state = verdict.state if generation.text.strip() or verdict.state == "ok" else "empty"
+    generations = [one for one in answer.responses if isinstance(one, Generation)]
+    states = [_state(one, verdict) for one, verdict in zip(generations, verdicts, strict=True)]
+    n, passed = len(states), states.count("ok")
+    first = next((place for place, state in enumerate(states) if state != "ok"), 0)
+    verdict = verdicts[first]
     detail = {
-        **generation._asdict(),
+        **generations[first]._asdict(),
         "reason": verdict.reason,
         "kind": failure_kind(verdict),
         "n": n,
         "k": k,
         "passed": passed,
+        **common_detail(answer),
         **(flags or {}),
     }
-    return answer.item(f"pass@{k}", pass_at_k(n, passed, k), state, detail, filter_name=filter_name)
+    return answer.item(f"pass@{k}", pass_at_k(n, passed, k), states[first], detail, filter_name=filter_name)
+
+
+def _state(generation: Generation, verdict: Verdict) -> str:
+    """The verdict's, unless there was no program, or the logits were no numbers: then what passed is no merit."""
+    if generation.finish == "invalid":
+        return "invalid"
+    return verdict.state if generation.text.strip() or verdict.state == "ok" else "empty"

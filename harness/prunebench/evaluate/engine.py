@@ -6,7 +6,11 @@ finished stays in its batch until all have, so that batch composition depends on
 pruned runs can be compared. Log-softmax is taken in float32 (lm-eval's `softmax_dtype="float32"`) at the scored
 positions only, and summed in float64.
 
-What this is not: it does not share prefixes between requests, sample, or truncate; what does not fit is an error.
+Tokens may be drawn instead (`decoding.Sampling`), by a seed that knows nothing of batches. What does not fit is an
+error; where truncation is asked for, the beginning of the context is cut off behind its BOS, and counted. A
+continuation whose logits are no numbers has a log-likelihood that is none, and a generation ends as invalid.
+
+What this is not: it does not share prefixes between requests.
 
 Suffixes: B rows of a batch, T tokens, V vocabulary, S scored positions of a batch.
 """
@@ -15,10 +19,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,22 +31,27 @@ from torch import nn
 
 from prunebench.errors import UsageError
 from prunebench.evaluate.batches import plan_batches
+from prunebench.evaluate.decoding import Decoding, Generation, Prompt, Sampling, next_tokens
+from prunebench.evaluate.journal import Journal
 from prunebench.sandbox import OPEN, Box, Case, Verdict, boxed, run_case, run_cases
 
 if TYPE_CHECKING:
     from prunebench.evaluate.tasks import Answer
-    from prunebench.suite import Suite
+    from prunebench.suite import BosRule, Suite
 
 __all__ = [
     "ENGINE_VERSION",
+    "Divergence",
     "Evaluation",
     "Generation",
     "Pair",
     "Passage",
     "PassageScore",
     "Prompt",
+    "Sampling",
     "Score",
     "bos_policy",
+    "end_tokens",
 ]
 
 ENGINE_VERSION = 1
@@ -53,7 +63,8 @@ PROGRAM_CPU_SECONDS = 2
 SOFTMAX_ROWS = 2048
 """Positions whose float32 log-softmax is held at once."""
 
-Finish = Literal["stop", "eos", "length"]
+DIVERGENCE_ROWS = 256
+"""Positions whose two float64 log-softmaxes are held at once."""
 
 
 class Pair(NamedTuple):
@@ -65,18 +76,25 @@ class Pair(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Log-likelihood of a continuation in nats, whether greedy decoding would produce it, and its tokens."""
+    """Log-likelihood of a continuation in nats, whether greedy decoding would produce it, and its tokens.
+
+    `spans` says that a token of the whole text reaches from the context into the continuation, so that the two are not
+    tokenised as they would be together; `dropped` counts tokens cut off the context, where truncation was asked for.
+    """
 
     loglikelihood: float
     is_greedy: bool
     tokens: int
+    spans: bool = False
+    dropped: int = 0
 
 
 class Passage(NamedTuple):
-    """A text whose every token is scored; `name` is for error messages."""
+    """A text whose every token is scored, in windows of `window` tokens (None: the model's length)."""
 
     text: str
     name: str = "request"
+    window: int | None = None
 
 
 class PassageScore(NamedTuple):
@@ -86,21 +104,24 @@ class PassageScore(NamedTuple):
     tokens: int
 
 
-class Prompt(NamedTuple):
-    """A text to continue greedily until a stop string, the end token or `max_tokens`."""
+class Divergence(NamedTuple):
+    """How far the model is from the unpruned one on a continuation: sums over its tokens, in nats.
 
-    text: str
-    until: tuple[str, ...]
-    max_tokens: int
-    name: str = "request"
+    Attributes:
+        reverse_kl: Σ D(q ‖ p) of the next token, from this model's q and the unpruned one's p (2609.30465 §3.1).
+        nll: Σ −ln q of the tokens that stand there.
+        dense_nll: Σ −ln p of them.
+        tokens: how many they are.
+        spans: see `Score`.
+        dropped: see `Score`.
+    """
 
-
-class Generation(NamedTuple):
-    """A continuation, cut before the earliest stop string; why it ended; and the tokens that were generated."""
-
-    text: str
-    finish: Finish
+    reverse_kl: float
+    nll: float
+    dense_nll: float
     tokens: int
+    spans: bool = False
+    dropped: int = 0
 
 
 class _Row(NamedTuple):
@@ -108,11 +129,28 @@ class _Row(NamedTuple):
 
     inputs: list[int]
     targets: list[int]
+    dropped: int = 0
 
 
-def bos_policy(tokenizer: Any) -> str:
-    """How texts begin, for the record: exactly one BOS where the tokenizer has one, added by us and never by it."""
-    return "no bos" if tokenizer.bos_token_id is None else f"one bos (id {tokenizer.bos_token_id}) before every text"
+def bos_policy(tokenizer: Any, rule: BosRule = "always") -> str:
+    """How texts begin, for the record: with no BOS or exactly one, added by us and never by the tokenizer."""
+    if tokenizer.bos_token_id is None or not adds_bos(tokenizer, rule):
+        return "no bos"
+    return f"one bos (id {tokenizer.bos_token_id}) before every text"
+
+
+def adds_bos(tokenizer: Any, rule: BosRule) -> bool:
+    """Whether texts get a BOS: wherever there is one, or where the tokenizer itself puts one before a text."""
+    if tokenizer.bos_token_id is None:
+        return False
+    return rule == "always" or list(tokenizer("a")["input_ids"])[:1] == [tokenizer.bos_token_id]
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """The tokenizer's and the model's own end tokens, which end a generation."""
+    configured: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({int(token) for token in [*listed, tokenizer.eos_token_id] if token is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +165,13 @@ class Evaluation:
         progress: called with (what, done, total) after each batch.
         unsafe_local: run generated programs without the sandbox.
         code_workers: programs at a time, as many as there are cores by default; changes no verdict.
+        sampling: how generations are drawn; greedily if None, or as a task's file says.
+        truncate: cut the beginning of a context that does not fit, instead of refusing it.
+        chat_template: put prompts into the tokenizer's chat template, examples as turns of their own.
+        shard: (i, n) to ask every n-th document of each task, from the i-th on.
+        dense: while its context is entered, the model is the unpruned one; for suites that compare with it.
+        journal: where finished batches are kept.
+        bos: which texts begin with a BOS; a suite's own rule holds while it is asked.
     """
 
     model: nn.Module
@@ -136,6 +181,13 @@ class Evaluation:
     progress: Callable[[str, int, int], None] | None = None
     unsafe_local: bool = False
     code_workers: int | None = None
+    sampling: Sampling | None = None
+    truncate: bool = False
+    chat_template: bool = False
+    shard: tuple[int, int] = (0, 1)
+    dense: Callable[[], AbstractContextManager[Any]] | None = None
+    journal: Journal | None = None
+    bos: BosRule = "always"
     _asserted: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -145,14 +197,46 @@ class Evaluation:
             raise UsageError(f"batch_tokens {self.batch_tokens} is impossible", expected="at least 1")
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"limit {self.limit} is impossible", expected="at least 1 document per task")
+        if not 0 <= self.shard[0] < self.shard[1]:
+            raise UsageError(
+                f"shard {self.shard[0]} of {self.shard[1]} is impossible", expected="(i, n) with 0 <= i < n"
+            )
 
     # --- what suites ask
+
+    def under(self, suite: Suite) -> Evaluation:
+        """This evaluation under a suite's rule for BOS."""
+        return self if self.bos == suite.bos else replace(self, bos=suite.bos)
+
+    @cached_property
+    def chat(self) -> Callable[..., str] | None:
+        """The chat template as lm-eval calls it: messages, and whether the answer begins, as text.
+
+        Raises:
+            UsageError: if one is asked for, and the tokenizer has none.
+        """
+        if not self.chat_template:
+            return None
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UsageError("the tokenizer has no chat template", fix="leave --chat-template out")
+
+        def rendered(messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                )
+            )
+
+        return rendered
 
     def ask(self, suite: Suite, task: str) -> list[Answer]:
         """Ask one lm-eval task of a suite, or its first `limit` documents, in the data file's order."""
         from prunebench.evaluate.tasks import ask
 
-        answers = ask(self, suite, task)
+        answers = ask(self.under(suite), suite, task)
         for answer in answers:
             if "test" in answer.doc and "entry_point" in answer.doc:
                 self._asserted[str(answer.doc["test"])] = str(answer.doc["entry_point"])
@@ -227,15 +311,45 @@ class Evaluation:
         Raises:
             UsageError: if a request is empty or longer than the model takes; it is named.
         """
-        split = zip(pairs, self._split(pairs), strict=True)
-        scores = self._score([self._row(context, targets, pair.name) for pair, (context, targets) in split])
-        return [Score(float(logprobs.sum()), bool(greedy.all()), len(logprobs)) for logprobs, greedy in scores]
+        rows, spans = self._rows(pairs)
+        scores = self._score(rows)
+        return [
+            Score(float(logprobs.sum()), bool(greedy.all()), len(logprobs), spanning, row.dropped)
+            for (logprobs, greedy), spanning, row in zip(scores, spans, rows, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def fidelity(self, pairs: Sequence[Pair]) -> list[Divergence]:
+        """Compare the next-token distributions with the unpruned model's, at every token of each continuation.
+
+        Both models read one batch after the other, so that no logits outlive their batch.
+
+        Raises:
+            UsageError: if there is no unpruned model, a request is empty or does not fit; it is named.
+        """
+        if self.dense is None:
+            raise UsageError("nothing to compare with", expected="a suite that says needs_dense, in a run")
+        rows, spans = self._rows(pairs)
+        results: list[Any] = [None] * len(rows)
+        done = 0
+        for batch in plan_batches([len(row.inputs) for row in rows], self.batch_tokens):
+            members = [rows[index] for index in batch]
+            sums = self._through("fidelity", members, partial(self._diverge, members))
+            for index, own in zip(batch, sums, strict=True):
+                results[index] = own
+            done += len(batch)
+            self.report("compare", done, len(rows))
+        return [
+            Divergence(own[0], own[1], own[2], len(row.targets), spanning, row.dropped)
+            for own, row, spanning in zip(results, rows, spans, strict=True)
+        ]
 
     @torch.inference_mode()
     def rolling(self, passages: Sequence[Passage]) -> list[PassageScore]:
         """Score every token of each text after one BOS (or else the end token), in windows of the model's length.
 
-        Windows are lm-eval's: each token is predicted once; the last window has as much context as fits.
+        Windows are lm-eval's: each token is predicted once; the last window has as much context as fits. They are as
+        long as the passage says, and never longer than the model takes.
 
         Raises:
             UsageError: if a text is empty.
@@ -247,7 +361,8 @@ class Evaluation:
         for owner, (passage, tokens) in enumerate(zip(passages, self._encode([p.text for p in passages]), strict=True)):
             if not tokens:
                 raise UsageError("a text to score is empty", where=passage.name)
-            for window in get_rolling_token_windows(tokens, self._first_token, self.max_length, context_len=1):
+            length = min(passage.window or self.max_length, self.max_length)
+            for window in get_rolling_token_windows(tokens, self._first_token, length, context_len=1):
                 context, targets = make_disjoint_window(window)
                 rows.append(self._row(context, targets, passage.name))
             owners += [owner] * (len(rows) - len(owners))
@@ -259,28 +374,41 @@ class Evaluation:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
-        """Continue each prompt greedily; a tie goes to the lowest token id that argmax finds first.
+        """Continue each prompt; greedily, a tie goes to the lowest token id that argmax finds first.
 
-        A prompt may use the model's whole length; generation then ends with finish "length".
+        A prompt may use the model's whole length; generation then ends with finish "length". Where truncation is asked
+        for, a prompt leaves room for all its tokens, as lm-eval's do.
 
         Raises:
             UsageError: if a prompt leaves no room for one token; it is named.
         """
-        decodings: list[_Decoding] = []
+        decodings: list[Decoding] = []
         for prompt, tokens in zip(prompts, self._encode([prompt.text for prompt in prompts]), strict=True):
-            inputs = self._with_bos(tokens)
+            inputs, _ = self._fitted(self._with_bos(tokens), self.max_length - prompt.max_tokens)
             room = self.max_length - len(inputs) + 1
             if not inputs or room < 1 or prompt.max_tokens < 1:
                 raise self._misfit(prompt.name, len(inputs))
             stops = tuple(stop for stop in prompt.until if stop)
-            decodings.append(_Decoding(self.tokenizer, inputs, stops, min(room, prompt.max_tokens), self._end_tokens))
+            limit = min(room, prompt.max_tokens)
+            stream = f"{prompt.text}\0{prompt.sample}" if prompt.sampling is not None else ""
+            decodings.append(Decoding(self.tokenizer, inputs, stops, limit, self._end_tokens, prompt.sampling, stream))
         batches = plan_batches([len(d.inputs) + d.limit for d in decodings], self.batch_tokens)
+        results: list[Any] = [None] * len(prompts)
         done = 0
         for batch in batches:
-            self._decode([decodings[index] for index in batch])
+            members = [decodings[index] for index in batch]
+            asked = [
+                [d.inputs, d.stops, d.limit, d.sampling.to_json() if d.sampling else None, d.stream] for d in members
+            ]
+            generated = self._through("generate", asked, partial(self._decode, members))
+            for index, own in zip(batch, generated, strict=True):
+                results[index] = Generation(*own)
             done += len(batch)
             self.report("generate", done, len(prompts))
-        return [decoding.result() for decoding in decodings]
+        return results
+
+    def _through(self, kind: str, asked: Any, compute: Callable[[], Any]) -> Any:
+        return compute() if self.journal is None else self.journal.through([kind, asked], compute)
 
     # --- tokens
 
@@ -293,14 +421,17 @@ class Evaluation:
     @property
     def _first_token(self) -> int:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if bos is None and eos is None:
+            raise UsageError(
+                "the tokenizer has neither a BOS nor an end token",
+                where="a text that begins with nothing before it",
+                fix="set one of them in the tokenizer's config",
+            )
         return int(eos if bos is None else bos)
 
     @cached_property
     def _end_tokens(self) -> frozenset[int]:
-        """The tokenizer's and the model's own end tokens."""
-        configured: Any = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        listed = configured if isinstance(configured, list) else [configured]
-        return frozenset(int(token) for token in [*listed, self.tokenizer.eos_token_id] if token is not None)
+        return frozenset(end_tokens(self.model, self.tokenizer))
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids without any special token; equal texts are tokenised once."""
@@ -309,11 +440,23 @@ class Evaluation:
         table: dict[str, list[int]] = dict(zip(distinct, encoded, strict=True))
         return [table.get(text, []) for text in texts]
 
+    @cached_property
+    def _adds_bos(self) -> bool:
+        return adds_bos(self.tokenizer, self.bos)
+
     def _with_bos(self, tokens: list[int]) -> list[int]:
         bos = self.tokenizer.bos_token_id
-        return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+        return tokens if not self._adds_bos or tokens[:1] == [bos] else [bos, *tokens]
 
-    def _split(self, pairs: Sequence[Pair]) -> list[tuple[list[int], list[int]]]:
+    def _rows(self, pairs: Sequence[Pair]) -> tuple[list[_Row], list[bool]]:
+        """What is fed for each pair, and whether a token spans its join."""
+        split = self._split(pairs)
+        rows = [
+            self._row(context, targets, pair.name) for pair, (context, targets, _) in zip(pairs, split, strict=True)
+        ]
+        return rows, [spans for _, _, spans in split]
+
+    def _split(self, pairs: Sequence[Pair]) -> list[tuple[list[int], list[int], bool]]:
         contexts = [pair.context.rstrip() for pair in pairs]
         tails = [pair.context[len(head) :] + pair.continuation for pair, head in zip(pairs, contexts, strict=True)]
         wholes = self._encode([head + tail for head, tail in zip(contexts, tails, strict=True)])
@@ -322,17 +465,33 @@ class Evaluation:
         # A token that spans the join would leave nothing to score: then the continuation is tokenised alone.
         alone = iter(self._encode([tail for tail, rest in zip(tails, rests, strict=True) if not rest]))
         return [
-            (self._with_bos(head) or [self._first_token], rest or next(alone))
-            for head, rest in zip(heads, rests, strict=True)
+            (self._with_bos(head) or [self._first_token], rest or next(alone), whole[: len(head)] != head or not rest)
+            for head, rest, whole in zip(heads, rests, wholes, strict=True)
         ]
 
     def _row(self, context: list[int], targets: list[int], name: str) -> _Row:
-        inputs = [*context, *targets[:-1]]
         if not targets:
             raise UsageError("a continuation has no tokens", where=name, expected="some text to score")
-        if len(inputs) > self.max_length:
+        context, dropped = self._fitted(context, self.max_length - len(targets) + 1)
+        inputs = [*context, *targets[:-1]]
+        if len(inputs) > self.max_length or not context:
             raise self._misfit(name, len(inputs))
-        return _Row(inputs, targets)
+        return _Row(inputs, targets, dropped)
+
+    def _fitted(self, context: list[int], room: int) -> tuple[list[int], int]:
+        """A context, and where truncation is asked for at most `room` tokens of it: its BOS and its end; what went."""
+        if not self.truncate or len(context) <= room:
+            return context, 0
+        bos = context[:1] if context[0] == self.tokenizer.bos_token_id else []
+        kept = room - len(bos)
+        return ([*bos, *context[-kept:]] if kept > 0 else []), len(context) - max(room, 0)
+
+    def dropped(self, prompt: Prompt) -> int:
+        """How many tokens `generate` cuts off the beginning of a prompt."""
+        if not self.truncate:
+            return 0
+        (tokens,) = self._encode([prompt.text])
+        return self._fitted(self._with_bos(tokens), self.max_length - prompt.max_tokens)[1]
 
     def _misfit(self, name: str, tokens: int) -> UsageError:
         return UsageError(
@@ -368,7 +527,8 @@ class Evaluation:
         for batch in plan_batches([len(row.inputs) for row in rows], self.batch_tokens):
             members = [rows[index] for index in batch]
             counts = [len(row.targets) for row in members]
-            logprob_S, greedy_S = self._score_batch(members)
+            columns = self._through("score", members, partial(self._score_lists, members))
+            logprob_S, greedy_S = (np.array(column) for column in columns)
             ends = np.cumsum(counts)[:-1]
             for index, logprobs, greedy in zip(batch, np.split(logprob_S, ends), np.split(greedy_S, ends), strict=True):
                 results[index] = (logprobs, greedy)
@@ -376,7 +536,8 @@ class Evaluation:
             self.report("score", done, len(rows))
         return results
 
-    def _score_batch(self, rows: Sequence[_Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def _logits_at_targets(self, rows: Sequence[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch's logits, and (row, position, target) of each scored position (3, S)."""
         width = max(len(row.inputs) for row in rows)
         starts = [len(row.inputs) - len(row.targets) for row in rows]
         ids_BT, mask_BT = _padded([row.inputs for row in rows], width, left=False)
@@ -388,6 +549,13 @@ class Evaluation:
             keep=keep, input_ids=ids_BT.to(self._device), attention_mask=mask_BT.to(self._device), use_cache=False
         )
         index_3S = torch.from_numpy(np.stack([row_S, position_S - (width - keep), target_S])).to(logits_BTV.device)
+        return logits_BTV, index_3S
+
+    def _score_lists(self, rows: Sequence[_Row]) -> list[list[Any]]:
+        return [column.tolist() for column in self._score_batch(rows)]
+
+    def _score_batch(self, rows: Sequence[_Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        logits_BTV, index_3S = self._logits_at_targets(rows)
         parts = []
         for first in range(0, index_3S.shape[1], SOFTMAX_ROWS):
             rows_s, positions_s, targets_s = index_3S[:, first : first + SOFTMAX_ROWS]
@@ -397,7 +565,27 @@ class Evaluation:
         scored = torch.cat(parts, dim=1).cpu().numpy().astype(np.float64)
         return scored[0], scored[1] > 0
 
-    def _decode(self, decodings: Sequence[_Decoding]) -> None:
+    def _diverge(self, rows: Sequence[_Row]) -> list[list[float]]:
+        """Per row: Σ D(q ‖ p), Σ −ln q and Σ −ln p of its targets, in float64."""
+        assert self.dense is not None
+        with self.dense():
+            dense_BTV, index_3S = self._logits_at_targets(rows)
+        dense_SV = dense_BTV[index_3S[0], index_3S[1]]
+        del dense_BTV
+        logits_BTV, _ = self._logits_at_targets(rows)
+        sums_B3 = torch.zeros(len(rows), 3, dtype=torch.float64, device=dense_SV.device)
+        for first in range(0, index_3S.shape[1], DIVERGENCE_ROWS):
+            rows_s, positions_s, targets_s = index_3S[:, first : first + DIVERGENCE_ROWS]
+            q_sV = logits_BTV[rows_s, positions_s].double().log_softmax(-1)
+            p_sV = dense_SV[first : first + DIVERGENCE_ROWS].double().log_softmax(-1)
+            # A token that q excludes adds nothing.
+            kl_s = torch.where(q_sV > -torch.inf, q_sV.exp() * (q_sV - p_sV), 0.0).sum(-1)
+            nlls_s = (-chosen_sV.gather(1, targets_s[:, None])[:, 0] for chosen_sV in (q_sV, p_sV))
+            sums_B3.index_add_(0, rows_s, torch.stack([kl_s, *nlls_s], dim=1))
+        result: list[list[float]] = sums_B3.cpu().tolist()
+        return result
+
+    def _decode(self, decodings: list[Decoding]) -> list[Generation]:
         """Continue all rows of a batch until every one has finished."""
         from transformers import DynamicCache
 
@@ -419,11 +607,12 @@ class Evaluation:
                 use_cache=True,
                 **cache,
             )
-            step_BT = logits_B1V[:, -1].float().argmax(-1, keepdim=True).to(self._device)
+            step_BT = next_tokens(decodings, logits_B1V[:, -1].float())[:, None].to(self._device)
             for decoding, token in zip(decodings, step_BT[:, 0].tolist(), strict=True):
                 decoding.push(token)
             if all(decoding.finish for decoding in decodings):
-                return
+                break
+        return [decoding.result() for decoding in decodings]
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -433,63 +622,3 @@ def _padded(rows: Sequence[Sequence[int]], width: int, *, left: bool) -> tuple[t
         place = slice(width - len(row), width) if left else slice(0, len(row))
         ids_BT[index, place], mask_BT[index, place] = row, 1
     return torch.from_numpy(ids_BT), torch.from_numpy(mask_BT)
-
-
-@dataclass
-class _Decoding:
-    """One growing continuation; tokens pushed after the end are ignored."""
-
-    tokenizer: Any
-    inputs: list[int]
-    stops: tuple[str, ...]
-    limit: int
-    end_tokens: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    finish: Finish | None = None
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        # A stop string of n bytes ends in the newest token and spans at most n; two more keep decoders that
-        # treat a first token specially from hiding it.
-        self._window = max((len(stop.encode()) for stop in self.stops), default=0) + 2
-
-    def push(self, token: int) -> None:
-        if self.finish is not None:
-            return
-        if token in self.end_tokens:
-            self._end("eos")
-            return
-        self.tokens.append(token)
-        if self.stops and self._earliest_stop(self._text_of(self.tokens[-self._window :])) is not None:
-            text = self._text_of(self.tokens)
-            if (cut := self._earliest_stop(text)) is not None:
-                self.text, self.finish = text[:cut], "stop"
-                return
-        if len(self.tokens) == self.limit:
-            self._end("length")
-
-    def _end(self, finish: Finish) -> None:
-        self.text, self.finish = self._text_of(self.tokens), finish
-
-    def _text_of(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _earliest_stop(self, text: str) -> int | None:
-        return min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
-
-    def result(self) -> Generation:
-        assert self.finish is not None
-        return Generation(self.text, self.finish, len(self.tokens))
-
-
-def prompt_of(text: str, settings: Mapping[str, Any], name: str) -> Prompt:
-    """A prompt from lm-eval's `generation_kwargs`.
-
-    Raises:
-        UsageError: if sampling is asked for.
-    """
-    if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
-        raise UsageError("the task asks for sampling", where=name, expected="greedy decoding: do_sample: false")
-    until = settings.get("until") or []
-    stops = (until,) if isinstance(until, str) else tuple(until)
-    return Prompt(text, stops, int(settings.get("max_gen_toks", 256)), name)

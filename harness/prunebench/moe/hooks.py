@@ -14,7 +14,8 @@ T tokens, K slots per token, E experts, S rows (one per computed slot), D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -164,6 +165,7 @@ class Instrument:
         self._watched: tuple[MoELayer, ...] = ()
         self._valid_BL: Tensor | None = None
         self._lengths: tuple[int, int] = (0, 0)
+        self._going_on: dict[int, LayerCounters] = {}
 
     def __enter__(self) -> Self:
         everything = self.force or self.observer is not None
@@ -194,6 +196,7 @@ class Instrument:
                 )
         hooks = _LayerHooks if layer.convention.gates_on == "output" else _InputGateHooks
         runner = hooks(self, layer, self.programs.get(layer.index, LayerProgram(())))
+        runner.counters = self._going_on.get(layer.index, runner.counters)
         self.counters[layer.index] = runner.counters
         self._handles += [
             *layer.watch_router(runner.after_router),
@@ -205,6 +208,29 @@ class Instrument:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._detach()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the model is the untouched one; afterwards programs run again, and counters go on where they were."""
+        self._detach()
+        try:
+            yield
+        finally:
+            self._going_on = dict(self.counters)
+            try:
+                self.__enter__()
+            finally:
+                self._going_on = {}
+
+    def snapshot(self) -> dict[str, dict[str, float]]:
+        """The counters as JSON data."""
+        return {str(index): counters.read() for index, counters in self.counters.items()}
+
+    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Set the counters to a snapshot."""
+        for index, numbers in state.items():
+            for name, number in numbers.items():
+                getattr(self.counters[int(index)], name).fill_(number)
 
     @torch.no_grad()
     def _edit(self, layer: MoELayer, edits: Mapping[int, Mapping[str, Tensor]]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, Statistic
 from prunebench.calibration.massive import MassiveRule
 from prunebench.errors import UsageError
-from prunebench.evaluate import ENGINE_VERSION
+from prunebench.evaluate import ENGINE_VERSION, Sampling
 from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
 from prunebench.mask import Budget, GroupPolicy, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
@@ -92,6 +92,9 @@ class ArmSpec:
         experts_implementation: of transformers, or None for the device's default.
         batch_tokens: padded tokens per forward.
         unsafe_local: run generated programs without the sandbox; such a run never reaches the board.
+        sampling: how generations are drawn (`Sampling.parse`); greedily if None.
+        truncate: cut the beginning of prompts that do not fit, instead of refusing them.
+        chat_template: put prompts into the tokenizer's chat template.
     """
 
     model: str
@@ -125,6 +128,9 @@ class ArmSpec:
     experts_implementation: str | None = None
     batch_tokens: int = 8192
     unsafe_local: bool = False
+    sampling: str | None = None
+    truncate: bool = False
+    chat_template: bool = False
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -163,6 +169,11 @@ class ArmSpec:
         return tuple(sorted({int(part) for part in parts}))
 
     @property
+    def drawn(self) -> Sampling | None:
+        """How generations are drawn; None if greedily."""
+        return None if self.sampling is None else Sampling.parse(self.sampling)
+
+    @property
     def dense(self) -> bool:
         """Whether nothing is pruned."""
         return self.method is None and self.mask is None
@@ -198,8 +209,11 @@ class ArmSpec:
                 name += f"-{value}"
         if self.limit is not None:
             name += f"-limit{self.limit}"
-        if self.unsafe_local:
-            name += "-unsafe_local"
+        for suffix in ("unsafe_local", "truncate", "chat_template"):
+            if getattr(self, suffix):
+                name += f"-{suffix}"
+        if self.drawn is not None:
+            name += f"-sampling={','.join(f'{key}={value}' for key, value in self.drawn.to_json().items())}"
         # Resolved, so that "." and ".." are folders with names, and never parts of the path.
         model = Path(self.model).resolve().name if Path(self.model).is_dir() else self.model.replace("/", "--")
         return f"{_file_name(model)}/{_file_name(name)}"
@@ -438,6 +452,9 @@ def _known(arm: PreparedArm, name: str, files: ModelFiles) -> dict[str, Any]:
         known["executor"] = UNSAFE_LOCAL
     if arm.elsewhere is not None:
         known["operator_layers"] = {"only": spec.only_in, "elsewhere": _described(arm.elsewhere)}
+    known |= {name: True for name in ("truncate", "chat_template") if getattr(spec, name)}
+    if spec.drawn is not None:
+        known["sampling"] = spec.drawn.to_json()
     if arm.mask is not None:
         known["mask"] = {"digest": arm.mask.digest, "source": "file"}
     elif arm.operator is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ def record_of(
     checks: Sequence[Check],
     routing: dict[str, Any],
     fitted: FittedPlan | None = None,
+    protocol: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The sealed record of an arm but for its volatile fields; `fit` and `selection` are there if there was one."""
     spec = arm.spec
@@ -47,7 +49,8 @@ def record_of(
         "calibration": None if plan is None else calibrations_json(arm.calibration, arm.fit, tokens),
         "mask": None if plan is None else {"digest": plan.mask.digest, "source": mask_source},
     }
-    headline = {suite.name: [list(cell) for cell in suite.headline] for suite in arm.suites}
+    headline = {suite.name: [list(cell) for cell in suite.cells] for suite in arm.suites}
+    odd = oddities(items)
     table = items_to_table(items)
     record = {
         "schema": SCHEMA,
@@ -73,12 +76,35 @@ def record_of(
         "mask": None if plan is None else plan.mask.to_json(),
         "tensors": {} if plan is None else plan.manifest(),
         "provenance": _provenance(),
+        **({} if protocol is None and not odd else {"evaluation": {**(protocol or {}), "items": odd}}),
         **({} if fitted is None else {"fit": fitted.to_json()}),
         **({} if plan is None or not plan.edits else {"edits": plan.edit_manifest()}),
         **({} if plan is None else _remap(plan, fitted)),
         **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
     }
     return sealed(record, table)
+
+
+def oddities(items: Sequence[Item]) -> dict[str, dict[str, int]]:
+    """By suite, how many questions were invalid, tied, tokenised across the join, or cut, where any were."""
+    found: dict[str, dict[str, set[tuple[str, str]]]] = {}
+    for item in items:
+        detail = json.loads(item.detail)
+        question = (item.task, item.item)
+        for what, is_so in (
+            ("invalid", _is_invalid(item, detail)),
+            ("ties", "tie" in detail),
+            ("spans", "spans" in detail),
+            ("truncated", "dropped" in detail),
+        ):
+            if is_so:
+                found.setdefault(item.suite, {}).setdefault(what, set()).add(question)
+    return {suite: {what: len(which) for what, which in kinds.items()} for suite, kinds in found.items()}
+
+
+def _is_invalid(item: Item, detail: Mapping[str, Any]) -> bool:
+    """Whether the model's logits were no numbers, in the words of any suite."""
+    return item.state == "invalid" or detail.get("finish") == "invalid" or None in detail.get("loglikelihoods", ())
 
 
 def _remap(plan: Plan, fitted: FittedPlan | None) -> dict[str, Any]:

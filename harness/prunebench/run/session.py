@@ -38,7 +38,8 @@ from prunebench.calibration import (
 from prunebench.calibration.score import distinct, settings_of, with_built_in
 from prunebench.calibration.stream import Checkpoint
 from prunebench.errors import PruneBenchError, UsageError
-from prunebench.evaluate import Evaluation, bos_policy
+from prunebench.evaluate import Evaluation, bos_policy, end_tokens
+from prunebench.evaluate.journal import Journal
 from prunebench.install import installed
 from prunebench.integrity import Check, check_before_evaluation, check_counters, check_empty_mask, demand
 from prunebench.items import LostQuestionsError
@@ -146,7 +147,12 @@ class Session:
         if plan is not None:
             checks += check_before_evaluation(loaded.moe, plan, probe.ids_BL, policy=arm.policy)
         demand(checks)
-        items, evaluated, counters = self._evaluate(arm, loaded, plan)
+        journal = self._journal(arm, plan)
+        try:
+            items, evaluated, counters = self._evaluate(arm, loaded, plan, journal)
+        finally:
+            if journal is not None:
+                journal.close()
         checks += evaluated
         record = record_of(
             arm,
@@ -155,8 +161,9 @@ class Session:
             mask_source=mask_source,
             items=items,
             checks=checks,
-            routing={"bos": bos_policy(loaded.tokenizer), "layers": routing_of(counters, plan, arm.convention)},
+            routing={"bos": _bos(arm, loaded), "layers": routing_of(counters, plan, arm.convention)},
             fitted=fitted,
+            protocol=_protocol(arm, loaded),
         )
         record["volatile"] = {
             "started": started.isoformat(timespec="seconds"),
@@ -168,6 +175,8 @@ class Session:
             **self._executor(arm),
         }
         write_run(folder, record, items)
+        if journal is not None:
+            journal.forget()
         if fitted is not None and fitted.checkpoint is not None:
             fitted.checkpoint.forget()
         return Outcome(folder, read_run(folder), reused=False)
@@ -382,8 +391,17 @@ class Session:
             self._proofs[tokens.fingerprint] = check_empty_mask(loaded.moe, tokens.ids_BL[:8])
         return self._proofs[tokens.fingerprint]
 
+    def _journal(self, arm: PreparedArm, plan: Plan | None) -> Journal | None:
+        """Where the arm's finished batches are kept until its run is written; None if another process is at it."""
+        about = None if plan is None else [plan.to_json(), plan.manifest(), plan.edit_manifest()]
+        key = canonical_json([arm.known, about])
+        try:
+            return Journal(self.out / CACHE / f"answers-{sha256(key.encode()).hexdigest()[:16]}.jsonl", key)
+        except BlockingIOError:
+            return None
+
     def _evaluate(
-        self, arm: PreparedArm, loaded: LoadedModel, plan: Plan | None
+        self, arm: PreparedArm, loaded: LoadedModel, plan: Plan | None, journal: Journal | None
     ) -> tuple[list[Item], list[Check], dict[int, dict[str, float]]]:
         """All items, the checks that need an evaluation, and the counters by layer."""
         spec = arm.spec
@@ -394,12 +412,23 @@ class Session:
             spec.limit,
             self.progress,
             unsafe_local=spec.unsafe_local,
+            sampling=spec.drawn,
+            truncate=spec.truncate,
+            chat_template=spec.chat_template,
+            dense=nullcontext,
+            journal=journal,
         )
         # The dense model runs without any hook: what the others are compared with is not touched at all.
         context = installed(loaded.moe, plan, policy=arm.policy) if plan is not None else nullcontext()
         with context as instrument:
+            if instrument is not None:
+                evaluation = replace(evaluation, dense=instrument.suspended)
+                if journal is not None:
+                    journal.counting = instrument
             items = [item for suite in arm.suites for item in suite.run(evaluation)]
-            checks = [_repeated(arm.suites, replace(evaluation, limit=REPEATED_ITEMS, progress=None))]
+            # What is asked again has to be computed again.
+            again = replace(evaluation, limit=REPEATED_ITEMS, progress=None, journal=None)
+            checks = [_repeated(arm.suites, again)]
         if plan is None or instrument is None:
             return items, demand(checks), {}
         counters = {index: counted.read() for index, counted in sorted(instrument.counters.items())}
@@ -439,6 +468,29 @@ def run(*, out: str | Path = "results", progress: Progress | None = None, **opti
 
 
 # --- helpers
+
+
+def _bos(arm: PreparedArm, loaded: LoadedModel) -> str:
+    """How texts began, where rules differ suite by suite."""
+    by_suite = {suite.name: bos_policy(loaded.tokenizer, suite.bos) for suite in arm.suites}
+    rules = set(by_suite.values())
+    return rules.pop() if len(rules) == 1 else "; ".join(f"{name}: {rule}" for name, rule in by_suite.items())
+
+
+def _protocol(arm: PreparedArm, loaded: LoadedModel) -> dict[str, Any] | None:
+    """How texts were put to the model, for suites whose data are not shipped; the tiny world has one way only."""
+    if all(suite.documents(task) is None for suite in arm.suites for task in suite.tasks):
+        return None
+    tokenizer: Any = loaded.tokenizer
+    template = getattr(tokenizer, "chat_template", None) if arm.spec.chat_template else None
+    return {
+        "bos": _bos(arm, loaded),
+        "end_tokens": end_tokens(loaded.moe.model, tokenizer),
+        "pad": "masked, id 0",
+        "chat_template": None if template is None else sha256(str(template).encode()).hexdigest(),
+        "decoding": "greedy" if arm.spec.drawn is None else arm.spec.drawn.to_json(),
+        "too_long": "truncated" if arm.spec.truncate else "an error",
+    }
 
 
 def _choosing(arm: PreparedArm) -> tuple[Statistic, ...]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from prunebench.analysis.metrics import PERCENT, metrics_from_items
+from prunebench.analysis.recompute import recompute
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.record import RECORD_FILE, Run, read_run, seal_of, validate
 from prunebench.versions import json_document, migrated
@@ -40,6 +41,10 @@ CHECKS: Final = {
 _BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 _FIRST_RUN: Final = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 _CLOCKS_DIFFER: Final = dt.timedelta(hours=26)  # other time zones, and a little
+
+
+Documents = Mapping[tuple[str, str, str], Mapping[str, Any]]
+"""(suite, task, item) -> the document."""
 
 
 @dataclass(frozen=True, order=True)
@@ -81,7 +86,12 @@ def first_fault(record: Mapping[str, Any]) -> str:
 
 
 def check_run(
-    folder: Path, path: str, *, methods: Mapping[str, str], now: dt.datetime
+    folder: Path,
+    path: str,
+    *,
+    methods: Mapping[str, str],
+    now: dt.datetime,
+    documents: Callable[[Run], Documents] | None = None,
 ) -> tuple[Run | None, list[Finding]]:
     """Everything that one run's two files can be held against.
 
@@ -89,6 +99,7 @@ def check_run(
         folder: the run.
         path: what findings call it.
         methods: sha256 of the method files that are known, by name.
+        documents: of suites that ship them, for decisions that items alone do not hold.
         now: dates after it (and a day for other time zones) are of the future.
 
     Returns:
@@ -113,11 +124,13 @@ def check_run(
         run = read_run(folder)
     except PruneBenchError as error:
         return None, [Finding(path, "items", str(error))]
+    known = {} if documents is None else documents(run)
     rules: Sequence[tuple[str, Callable[[], Iterator[str]]]] = (
         ("seal", lambda: _seal(run)),
         ("items", lambda: _items(run)),
-        ("count", lambda: _counts(run)),
+        ("count", lambda: _counts(run, known)),
         ("metrics", lambda: _metrics(run)),
+        ("decision", lambda: _decisions(run, known)),
         ("bytes", lambda: _bytes(record)),
         ("method", lambda: _methods(record, methods)),
         ("integrity", lambda: _integrity(record)),
@@ -155,8 +168,8 @@ def _items(run: Run) -> Iterator[str]:
             yield f"{name}: {table.value[at]} {words} ({table.state[at]})"
 
 
-def _counts(run: Run) -> Iterator[str]:
-    """All metrics of a task are of the same questions: none was dropped from one of them."""
+def _counts(run: Run, documents: Documents) -> Iterator[str]:
+    """All metrics of a task are of the same questions, and of all that its suite ships: none was dropped."""
     by_task: dict[tuple[str, str], dict[str, set[str]]] = {}
     for suite, task, filter_name, metric in run.items.cells():
         rows = run.items.rows(suite, task, filter_name, metric)
@@ -167,9 +180,17 @@ def _counts(run: Run) -> Iterator[str]:
             if items != every:
                 missing = min(every - items)
                 yield f"{suite}/{task}/{cell} has {len(items)} of {len(every)} items ({missing} is missing)"
+    shipped: dict[tuple[str, str], set[str]] = {}
+    for suite, task, name in documents:
+        shipped.setdefault((suite, task), set()).add(name)
+    for (suite, task), all_of_it in shipped.items() if run.record["status"] == "complete" else ():
+        answered = {item.partition("#")[0] for items in by_task.get((suite, task), {}).values() for item in items}
+        if short := all_of_it - answered:
+            yield f"{suite}/{task}: items are short, {len(answered)} of {len(all_of_it)} ({min(short)} is missing)"
+    there = set(run.items.cells())
     for suite, cells in run.record["headline"].items():
         for task, filter_name, metric in cells:
-            if (suite, task, filter_name, metric) not in set(run.items.cells()):
+            if (suite, task, filter_name, metric) not in there:
                 yield f"no items for {suite}/{task}/{filter_name}/{metric}, a part of the headline"
 
 
@@ -186,6 +207,18 @@ def _metrics(run: Run) -> Iterator[str]:
             if says is None or gives is None or not math.isclose(says, gives, rel_tol=1e-9, abs_tol=1e-9):
                 yield f"{name}: the record says {field} {says}, its items give {gives}"
                 break
+
+
+def _decisions(run: Run, documents: Documents) -> Iterator[str]:
+    """Every item is decided as it says, from what it stores."""
+    try:
+        report = recompute(run, documents)
+    except (KeyError, TypeError, ValueError) as error:
+        yield f"an item's detail lacks what decides it: {error!r}"
+        return
+    for cell in report.cells:
+        if cell.first:
+            yield f"{cell.cell}: {cell.first}"
 
 
 def _bytes(record: Mapping[str, Any]) -> Iterator[str]:

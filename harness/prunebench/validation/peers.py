@@ -14,7 +14,7 @@ from prunebench.errors import UsageError
 from prunebench.items import ItemTable
 from prunebench.mask import canonical_json
 from prunebench.record import RECORD_FILE, Run, runs_under
-from prunebench.validation.checks import Finding, check_run
+from prunebench.validation.checks import Documents, Finding, check_run
 from prunebench.validation.retractions import RETRACTIONS, read_retractions
 
 __all__ = ["Validation", "validate_records"]
@@ -45,6 +45,7 @@ def validate_records(
     paths: Sequence[Path],
     *,
     methods: Mapping[str, str],
+    documents: Callable[[Run], Documents] | None = None,
     now: dt.datetime | None = None,
     progress: Progress | None = None,
 ) -> Validation:
@@ -53,6 +54,7 @@ def validate_records(
     Args:
         paths: run folders, or folders of such.
         methods: sha256 of the method files that are known, by name.
+        documents: those of the suites that ship them; without, what needs them is believed.
         now: for tests; dates may not be after it.
         progress: called with (what, done, total).
 
@@ -67,7 +69,7 @@ def validate_records(
     shelf = _Shelf()
     for number, (path, folder) in enumerate(folders):
         name = folder.relative_to(path).as_posix() if folder != path else folder.name
-        run, found = check_run(folder, name, methods=methods, now=now)
+        run, found = check_run(folder, name, methods=methods, now=now, documents=documents)
         findings += found
         if run is None:
             continue

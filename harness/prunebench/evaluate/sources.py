@@ -1,0 +1,135 @@
+"""Suites of lm-eval tasks whose data are not shipped: from a folder, one file, or the hub at a pinned revision.
+
+A task's file (`suites/tasks/NAME.yaml`) is the same for either: it names the data set, its revision and its splits as
+lm-eval's own does, and in `metadata` the fields that a document has (`fields`), the data's file name (`data`, else the
+task's name), and the field that files may have above their rows (`group`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from prunebench.documents import DATA_FOLDER, ENDINGS, Rows, file_in, file_state, read_rows, source_or_default
+from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.suite import Suite
+
+__all__ = ["TaskSuite", "splits_of"]
+
+HUB = "hub:"
+
+
+def splits_of(config: Mapping[str, Any], shots: int) -> tuple[str, ...]:
+    """The split that a task asks, and with few-shot examples the one that lm-eval draws them from."""
+    asked = config.get("test_split") or config.get("validation_split")
+    if not shots or "samples" in (config.get("fewshot_config") or {}):
+        return (str(asked),)
+    names = ("fewshot_split", "training_split", "validation_split", "test_split")
+    pool = next((config[name] for name in names if config.get(name)), asked)
+    return (str(asked),) if pool == asked else (str(asked), str(pool))
+
+
+class TaskSuite(Suite):
+    """A suite of lm-eval tasks on data that are not shipped.
+
+    Without a source, each split is the file of its name in the data folder (`PRUNEBENCH_DATA`) if it is there, else the
+    data set of the task's file on the hub. The first split's file is named as the data, any other one `DATA-SPLIT`.
+
+    Attributes:
+        source: what was said: a folder, a file, `hub:` for the task files' own data sets, or `hub:ID[@REV]`; or None.
+    """
+
+    bos = "tokenizer"
+    source: str | None = None
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[Any, Mapping[str, list[dict[str, Any]]]]] = {}
+        self._fields: dict[str, tuple[str, ...]] = {}
+
+    def with_source(self, source: str) -> Self:
+        """This suite on the data of a source."""
+        other = type(self)()
+        other.source = source
+        return other
+
+    def document(self, task: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row of the source as a document without its `id`: the fields that the task's file names."""
+        return {field: row[field] for field in self._fields[task]}
+
+    def prepared(self, task: str, rows: Rows) -> Rows:
+        """The rows of a source as rows of documents, where they are not that already."""
+        del task
+        return rows
+
+    def documents(self, task: str) -> Mapping[str, list[dict[str, Any]]]:
+        """The documents of each split that is needed, with their places as ids; a changed file is read anew.
+
+        Raises:
+            PrerequisiteError: if a source cannot be read.
+            UsageError: if its rows are not those of this data set.
+        """
+        config = self.task_file(task).config
+        places = {split: self._place(config, split) for split in splits_of(config, self.shots_of(config))}
+        key = [(where, file_state(where)) for where in places.values()]
+        if task not in self._read or self._read[task][0] != key:
+            self._read[task] = (key, {split: self._documents(task, where, split) for split, where in places.items()})
+        return self._read[task][1]
+
+    def _place(self, config: Mapping[str, Any], split: str) -> str:
+        """Where a split of a task is read from."""
+        stated: Mapping[str, Any] = config.get("metadata") or {}
+        name = str(stated.get("data", config["task"]))
+        first = split == splits_of(config, 0)[0]
+        revision = (config.get("dataset_kwargs") or {}).get("revision")
+        hub = f"{HUB}{config['dataset_path']}" + (f"@{revision}" if revision else "")
+        # A file with groups holds all splits.
+        file = name if first or "group" in stated else f"{name}-{split}"
+        if self.source is None:
+            return source_or_default(None, file, hub)
+        if self.source.startswith(HUB):
+            return hub if self.source == HUB else self.source
+        folder = Path(self.source).expanduser()
+        if folder.is_dir():
+            if (found := file_in(folder, file)) is None:
+                raise PrerequisiteError(
+                    f"no data for split {split} of {config['task']}",
+                    where=self.source,
+                    expected=f"{file} with one of the endings {', '.join(ENDINGS)}",
+                    fix=f"give {HUB} to fetch the data set, or set {DATA_FOLDER}",
+                )
+            return found
+        if len(self.tasks) > 1:
+            raise UsageError(
+                f"suite {self.name} has {len(self.tasks)} tasks", where=self.source, expected="a folder of data files"
+            )
+        return str(folder) if first else self._beside(folder, split, str(config["task"]))
+
+    def _beside(self, file: Path, split: str, task: str) -> str:
+        """The file of another split, beside that of the first."""
+        stem = file.name.partition(".")[0]
+        if (found := file_in(file.parent, f"{stem}-{split}")) is None:
+            raise PrerequisiteError(
+                f"no data for split {split} of {task}, from which its examples are drawn",
+                where=str(file.parent),
+                expected=f"{stem}-{split}{ENDINGS[0]}, or with another ending",
+            )
+        return found
+
+    def _documents(self, task: str, where: str, split: str) -> list[dict[str, Any]]:
+        config = self.task_file(task).config
+        stated: Mapping[str, Any] = config.get("metadata") or {}
+        self._fields[task] = tuple(stated.get("fields", ()))
+        group = stated.get("group")
+        rows = self.prepared(task, read_rows(where, config=config.get("dataset_name"), split=split, group=group))
+        try:
+            documents = [{"id": str(place), **self.document(task, row)} for place, row in enumerate(rows)]
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise UsageError(
+                f"a row is not of this data set ({type(error).__name__}: {error})",
+                where=f"suite {self.name}, {where}",
+                expected=f"the rows of {task}",
+            ) from error
+        if not documents:
+            raise UsageError("no documents", where=f"suite {self.name}, {where}", expected=f"the rows of {task}")
+        return documents

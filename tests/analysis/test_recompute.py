@@ -1,0 +1,32 @@
+"""Committed runs of the tiny world, decided again from what they store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prunebench.analysis.recompute import recompute
+from prunebench.record import read_run, runs_under
+from prunebench.run.stored import stored_documents
+
+RECORDS = Path(__file__).parents[2] / "leaderboard/records/tiny"
+
+
+@pytest.mark.parametrize("number", [0, 7, 100])
+def test_a_committed_run_agrees(number):
+    run = read_run(runs_under(RECORDS).runs[number])
+    report = recompute(run, stored_documents(run))
+    assert report.agrees, report.to_text()
+    cells = {cell.cell: cell for cell in report.cells}
+    assert all(cell.believed == 0 for name, cell in cells.items() if not name.startswith("code/"))
+    # What a program did is not decided without a sandbox.
+    assert all(cell.believed == cell.rows for name, cell in cells.items() if name.startswith("code/"))
+    assert cells["arithmetic/tiny_arithmetic/strict/exact_match"].agree == 240
+
+
+def test_without_its_documents_a_word_problem_is_believed_and_said_so():
+    run = read_run(runs_under(RECORDS).runs[0])
+    cells = {cell.cell: cell for cell in recompute(run).cells}
+    assert cells["arithmetic/tiny_arithmetic/strict/exact_match"].believed == 240
+    assert cells["multiple_choice/tiny_recall/none/acc"].believed == 0
