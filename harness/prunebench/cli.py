@@ -19,15 +19,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
-
-if TYPE_CHECKING:
-    from prunebench.board import Board
 
 __all__ = ["main"]
 
@@ -83,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         verb("board", "write the leaderboard of all complete runs: Markdown, JSON, and a site that needs no server")
     )
 
+    _add_nightly(verb("nightly", "a track's night: run what is missing, validate, make the board, say what changed"))
+
     validate = verb("validate", "hold records against their evidence: items, digests, bytes, dates, checks; no model")
     validate.add_argument(
         "paths", type=Path, nargs="*", metavar="PATH", help="run folders or folders of them (default: the committed)"
@@ -116,6 +115,14 @@ def _parser() -> argparse.ArgumentParser:
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
+
+
+def _add_nightly(nightly: argparse.ArgumentParser) -> None:
+    nightly.add_argument("track", metavar="TRACK", help="track by name, or a TOML file")
+    nightly.add_argument("--out", type=Path, help="records folder (default leaderboard/records/NAME of the checkout)")
+    nightly.add_argument("--board", type=Path, help="the board's folder (default results/NAME/board)")
+    nightly.add_argument("--jobs", type=int, default=1, help="worker processes, one model each (default %(default)s)")
+    _add_machine(nightly)
 
 
 def _add_board(board: argparse.ArgumentParser) -> None:
@@ -245,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "grid": _grid,
         "compare": _compare,
         "board": _board,
+        "nightly": _nightly,
         "validate": _validate,
         "pack": _pack,
         "recompute": _recompute,
@@ -552,14 +560,18 @@ def _compare_families(options: argparse.Namespace) -> Result:
 
 
 def _board(options: argparse.Namespace) -> Result:
-    from prunebench.board import committed, stale, write_board
-    from prunebench.loader import content_root
+    from prunebench.board import build_board, build_track_board, committed, stale, write_board
+    from prunebench.loader import content_root, resolve_track
 
     if options.out is None and options.data is None and not options.update:
         raise UsageError("nothing says where the board goes", fix="give --out, --data or --update")
     if options.check and options.data is None and not options.update:
         raise UsageError("nothing to check", fix="give --data or --update with --check")
-    board = _built_board(options.records, options.track)
+    board = (
+        build_board(options.records)
+        if options.track is None
+        else build_track_board(options.records, resolve_track(options.track))
+    )
     cards = content_root() / "docs" / "methods"
     for one in board.left_out:
         print(f"left out {one}", file=sys.stderr)
@@ -579,23 +591,29 @@ def _board(options: argparse.Namespace) -> Result:
     return 0, data, "\n".join([f"{len(board.table.rows)} rows", *files])
 
 
-def _built_board(records: Path, track: str | None) -> Board:
-    """The board of a records folder with what is declared beside a track's file."""
-    import tomllib
+def _nightly(options: argparse.Namespace) -> Result:
+    from prunebench.loader import content_root, resolve_track
+    from prunebench.moe import quiet_libraries
+    from prunebench.run import prepare_all, read_track
+    from prunebench.run.nightly import nightly
 
-    from prunebench.board import build_board
-    from prunebench.loader import resolve_track
-
-    if track is None:
-        return build_board(records)
-    path = resolve_track(track)
-    try:
-        name = str(tomllib.loads(path.read_text(encoding="utf-8"))["track"]["name"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError("cannot read the track", where=str(path), expected="a TOML file with [track] name") from error
-    beside = {kind: path.parent.parent / kind / f"{name}.toml" for kind in ("families", "reported")}
-    families, reported = (beside[kind] if beside[kind].is_file() else None for kind in ("families", "reported"))
-    return build_board(records, track=name, families=families, reported=[reported] if reported else [])
+    quiet_libraries()
+    path = resolve_track(options.track)
+    track = read_track(path, **_machine(options))
+    records = options.out or content_root() / "leaderboard" / "records" / track.name
+    board = options.board or Path("results") / track.name / "board"
+    if options.dry_run:
+        folders = [arm.spec.folder for arm in prepare_all(track)]
+        return 0, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders)
+    with _Progress() as progress:
+        night = nightly(track, path, records, board, jobs=options.jobs, announce=progress.say, progress=progress.step)
+    lines = [f"FAILED {folder}: {reason}" for folder, reason in night.grid.failed]
+    lines += [f"finding: {one}" for one in night.findings]
+    if night.changes is None:
+        lines.append(f"no new board: {len(night.findings)} findings")
+    else:
+        lines += [night.changes.markdown().rstrip(), str(board / "index.html")]
+    return 0 if night.fine else 1, night.to_json(), "\n".join(lines)
 
 
 def _validate(options: argparse.Namespace) -> Result:

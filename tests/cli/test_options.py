@@ -58,6 +58,7 @@ OPTIONS = {
         *("--robustness", "--few-shot", "--fixed-answer"),
     },
     "board": {"--json", "RECORDS", "--out", "--track", "--data", "--update", "--check"},
+    "nightly": {"--json", "TRACK", "--out", "--board", "--jobs"} | MACHINE,
     "validate": {"--json", "PATH"},
     "pack": {"--json", "RECORDS", "--unpack"},
     "recompute": {"--json", "RUN"},

@@ -8,6 +8,7 @@ when it was read. No torch, no network, no dates: the same records and the same 
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from prunebench.board.reported import ReportedScore, read_reported
 from prunebench.board.scoring import Scored, score
 from prunebench.board.site import Site, write_site
 from prunebench.board.table import Table, build_table
-from prunebench.errors import PrerequisiteError
+from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.record import LeftOut
 
-__all__ = ["Board", "BoardResult", "build_board", "committed", "stale", "write_board"]
+__all__ = ["Board", "BoardResult", "build_board", "build_track_board", "committed", "stale", "write_board"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,23 @@ def build_board(
         scored = with_marks(scored, entries, declared.pairs)
     printed = tuple(one for path in reported for one in read_reported(path))
     return Board(track, records, build_table(entries, scored), scored, declared, printed, left_out)
+
+
+def build_track_board(records: Path, track_file: Path) -> Board:
+    """The board of a track: its name from its file, with `families/NAME.toml` and `reported/NAME.toml` beside it.
+
+    Raises:
+        UsageError: for a file without a name; and as `build_board`.
+    """
+    try:
+        name = str(tomllib.loads(track_file.read_text(encoding="utf-8"))["track"]["name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            "cannot read the track", where=str(track_file), expected="a TOML file with [track] name"
+        ) from error
+    beside = (track_file.parent.parent / kind / f"{name}.toml" for kind in ("families", "reported"))
+    families, reported = (path if path.is_file() else None for path in beside)
+    return build_board(records, track=name, families=families, reported=[reported] if reported else [])
 
 
 def write_board(board: Board | Path, out: Path, *, cards: Path | None = None) -> BoardResult:

@@ -105,7 +105,10 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _remove_others(out: Path, runs: set[str], cards: set[str]) -> None:
-    """Pages that an earlier board made, of runs and cards that are no more."""
+    """Pages that an earlier board made, of runs and cards that are no more, and what killed writers left."""
+    for folder in ("", "runs", "records", "methods"):
+        for left in (out / folder).glob(".*.tmp"):
+            left.unlink()
     for folder, suffix, kept in (("runs", ".html", runs), ("records", ".json", runs), ("methods", ".html", cards)):
         for path in (out / folder).glob(f"*{suffix}"):
             if path.stem not in kept and not path.name.startswith("."):
