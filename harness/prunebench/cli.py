@@ -80,6 +80,16 @@ def _parser() -> argparse.ArgumentParser:
         verb("board", "write the leaderboard of all complete runs: Markdown, JSON, and a site that needs no server")
     )
 
+    again = verb("reproduce", "make a run again and compare: equal decisions outside a margin of 1e-4")
+    again.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    again.add_argument("--model", help="where its model is, if not under the name in the record")
+    again.add_argument("--suite", action="append", default=[], metavar="NAME[=SOURCE]", help="as for run, where needed")
+    again.add_argument("--device", help="such as cuda:1; of the kind that the run had")
+    again.add_argument("--out", type=Path, help="records folder for the new run (default: one that is removed again)")
+    again.add_argument(
+        "--against", type=Path, metavar="FILE", help="run nothing; hold the run against what papers report of it"
+    )
+
     _add_nightly(verb("nightly", "a track's night: run what is missing, validate, make the board, say what changed"))
 
     validate = verb("validate", "hold records against their evidence: items, digests, bytes, dates, checks; no model")
@@ -253,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "compare": _compare,
         "board": _board,
         "nightly": _nightly,
+        "reproduce": _reproduce,
         "validate": _validate,
         "pack": _pack,
         "recompute": _recompute,
@@ -589,6 +600,27 @@ def _board(options: argparse.Namespace) -> Result:
         data |= {"markdown": str(result.markdown), "json": str(result.json), "html": str(result.html)}
         files += [str(result.markdown), str(result.json), str(result.html)]
     return 0, data, "\n".join([f"{len(board.table.rows)} rows", *files])
+
+
+def _reproduce(options: argparse.Namespace) -> Result:
+    import tempfile
+
+    from prunebench.board.reported import held_against, read_reported
+    from prunebench.record import read_run
+
+    if options.against is not None:
+        held = held_against(read_run(options.run), read_reported(options.against))
+        return 0 if held.agrees else 1, held.to_json(), held.to_text()
+    from prunebench.moe import quiet_libraries
+    from prunebench.run.reproduce import reproduce
+
+    quiet_libraries()
+    more = {"model": options.model, "suites": tuple(options.suite), "device": options.device}
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(_Progress())
+        out = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prunebench-")))
+        found = reproduce(options.run, out, **more, progress=progress.step)
+    return 0 if found.agrees else 1, found.to_json(), found.to_text()
 
 
 def _nightly(options: argparse.Namespace) -> Result:

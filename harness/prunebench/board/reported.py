@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from prunebench.errors import UsageError
+import tabulate
 
-__all__ = ["ReportedScore", "read_reported"]
+from prunebench.analysis import PERCENT
+from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.record import Run
+
+__all__ = ["Held", "HeldAgainst", "ReportedScore", "held_against", "read_reported"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +80,82 @@ def read_reported(path: Path) -> list[ReportedScore]:
     if not found:
         raise UsageError("no score is reported", where=path.name, expected="[[score]] tables")
     return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """A printed number beside ours, in the printed unit; `inside` if it is in our 95 % interval."""
+
+    metric: str
+    printed: float
+    value: float
+    low: float
+    high: float
+    source: str
+
+    @property
+    def inside(self) -> bool:
+        """Whether the printed number is one that our test items allow."""
+        return self.low <= self.printed <= self.high
+
+
+@dataclass(frozen=True)
+class HeldAgainst:
+    """All that is printed of one run."""
+
+    run: str
+    numbers: tuple[Held, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every printed number is inside."""
+        return all(one.inside for one in self.numbers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "run": self.run,
+            "agrees": self.agrees,
+            "numbers": [{**asdict(n), "inside": n.inside} for n in self.numbers],
+        }
+
+    def to_text(self) -> str:
+        """For people."""
+        head = ["metric", "printed", "here", "95 % CI", "", "source"]
+        rows = [
+            [
+                n.metric,
+                n.printed,
+                f"{n.value:.2f}",
+                f"[{n.low:.2f}, {n.high:.2f}]",
+                "inside" if n.inside else "OUTSIDE",
+                n.source,
+            ]
+            for n in self.numbers
+        ]
+        return tabulate.tabulate(rows, head, tablefmt="plain", disable_numparse=True)
+
+
+def held_against(run: Run, reported: Sequence[ReportedScore]) -> HeldAgainst:
+    """A run's numbers beside what papers print of the same arm.
+
+    Raises:
+        PrerequisiteError: if nothing is printed of it.
+    """
+    name = f"{run.record['arm']['model']}/{run.path.name}"
+    found = []
+    for one in reported:
+        if one.run == name and one.suite in run.record["metrics"]:
+            numbers = run.record["metrics"][one.suite]
+            last = one.suite.rpartition("/")[2]
+            metrics = {last} if "/" in one.suite else {cell[2] for cell in run.record["headline"][one.suite]}
+            scale = 100.0 if metrics <= PERCENT else 1.0
+            value, low, high = (scale * numbers[key] for key in ("value", "low", "high"))
+            found.append(Held(one.metric, one.value, value, low, high, one.source))
+    if not found:
+        raise PrerequisiteError(
+            "no paper's number is stated for this run",
+            where=name,
+            expected='a [[score]] with run = "MODEL/FOLDER" and suite',
+        )
+    return HeldAgainst(name, tuple(found))

@@ -174,7 +174,7 @@ _PLAIN: Final = frozenset(
     (
         *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
         *("dtype", "device", "experts_implementation", "batch_tokens", "limit", "seed"),
-        *("groups", "executor", "operator_layers"),
+        *("groups", "executor", "operator_layers", "truncate", "chat_template", "sampling"),
     )
 )
 
