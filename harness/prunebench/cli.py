@@ -80,16 +80,10 @@ def _parser() -> argparse.ArgumentParser:
         verb("board", "write the leaderboard of all complete runs: Markdown, JSON, and a site that needs no server")
     )
 
-    again = verb("reproduce", "make a run again and compare: equal decisions outside a margin of 1e-4")
-    again.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    again.add_argument("--model", help="where its model is, if not under the name in the record")
-    again.add_argument("--suite", action="append", default=[], metavar="NAME[=SOURCE]", help="as for run, where needed")
-    again.add_argument("--device", help="such as cuda:1; of the kind that the run had")
-    again.add_argument("--out", type=Path, help="records folder for the new run (default: one that is removed again)")
-    again.add_argument(
-        "--against", type=Path, metavar="FILE", help="run nothing; hold the run against what papers report of it"
+    _add_submission(
+        verb("submission", "whether what this checkout adds to a base may be merged: runs, or a method file")
     )
-
+    _add_reproduce(verb("reproduce", "make a run again and compare: equal decisions outside a margin of 1e-4"))
     _add_nightly(verb("nightly", "a track's night: run what is missing, validate, make the board, say what changed"))
 
     validate = verb("validate", "hold records against their evidence: items, digests, bytes, dates, checks; no model")
@@ -125,6 +119,23 @@ def _parser() -> argparse.ArgumentParser:
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
+
+
+def _add_submission(submission: argparse.ArgumentParser) -> None:
+    submission.add_argument("base", metavar="BASE", help="commit or branch, such as origin/main")
+    submission.add_argument("--reproduce", type=int, default=0, metavar="N", help="make N of the added runs again")
+    submission.add_argument("--checkout", type=Path, help="the checkout (default: this one)")
+
+
+def _add_reproduce(again: argparse.ArgumentParser) -> None:
+    again.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    again.add_argument("--model", help="where its model is, if not under the name in the record")
+    again.add_argument("--suite", action="append", default=[], metavar="NAME[=SOURCE]", help="as for run, where needed")
+    again.add_argument("--device", help="such as cuda:1; of the kind that the run had")
+    again.add_argument("--out", type=Path, help="records folder for the new run (default: one that is removed again)")
+    again.add_argument(
+        "--against", type=Path, metavar="FILE", help="run nothing; hold the run against what papers report of it"
+    )
 
 
 def _add_nightly(nightly: argparse.ArgumentParser) -> None:
@@ -264,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "board": _board,
         "nightly": _nightly,
         "reproduce": _reproduce,
+        "submission": _submission,
         "validate": _validate,
         "pack": _pack,
         "recompute": _recompute,
@@ -600,6 +612,20 @@ def _board(options: argparse.Namespace) -> Result:
         data |= {"markdown": str(result.markdown), "json": str(result.json), "html": str(result.html)}
         files += [str(result.markdown), str(result.json), str(result.html)]
     return 0, data, "\n".join([f"{len(board.table.rows)} rows", *files])
+
+
+def _submission(options: argparse.Namespace) -> Result:
+    import tempfile
+
+    from prunebench.loader import content_root
+    from prunebench.moe import quiet_libraries
+    from prunebench.run.submission import check_submission
+
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="prunebench-") as out:
+        root = options.checkout or content_root()
+        found = check_submission(root, options.base, Path(out), sample=options.reproduce)
+    return 1 if found.findings else 0, found.to_json(), found.to_text()
 
 
 def _reproduce(options: argparse.Namespace) -> Result:

@@ -58,6 +58,7 @@ OPTIONS = {
         *("--robustness", "--few-shot", "--fixed-answer"),
     },
     "board": {"--json", "RECORDS", "--out", "--track", "--data", "--update", "--check"},
+    "submission": {"--json", "BASE", "--reproduce", "--checkout"},
     "reproduce": {"--json", "RUN", "--model", "--suite", "--device", "--out", "--against"},
     "nightly": {"--json", "TRACK", "--out", "--board", "--jobs"} | MACHINE,
     "validate": {"--json", "PATH"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prunebench.board import build_board, committed, stale
+from prunebench.board.reported import read_reported
 from prunebench.loader import content_root, resolve_track
 from prunebench.record import runs_under
 from prunebench.run import read_track
@@ -46,3 +47,11 @@ def test_the_committed_board_is_what_the_records_give_byte_for_byte():
     files = [ROOT / "README.md", ROOT / "leaderboard" / "README.md"]
     wanted = committed(board, ROOT / "leaderboard" / "boards" / "tiny.json", files, ROOT / "docs" / "methods")
     assert stale(wanted) == []
+
+
+def test_the_full_track_and_what_papers_print_of_it_are_readable():
+    track = read_track(resolve_track("full"))
+    printed = read_reported(ROOT / "leaderboard" / "reported" / "full.toml")
+    assert {one.model for one in printed} <= {arm.model for arm in track.arms}
+    assert {one.suite for one in printed if one.run} <= {suite for arm in track.arms for suite in arm.suites}
+    assert all(one.source for one in printed)
