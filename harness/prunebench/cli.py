@@ -19,12 +19,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.mask import write_atomically
 from prunebench.mask_cli import add_calibration, add_mask_verbs, add_selection, run_mask_verb
+
+if TYPE_CHECKING:
+    from prunebench.run.arm import PreparedArm
 
 __all__ = ["main"]
 
@@ -513,8 +516,7 @@ def _grid(options: argparse.Namespace) -> Result:
     quiet_libraries()
     track = read_track(resolve_track(options.track), **_machine(options))
     if options.dry_run:
-        folders = [arm.spec.folder for arm in prepare_all(track)]
-        return 0, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders)
+        return _dry_run(track.name, prepare_all(track), options.out)
     with _Progress() as progress:
         result = grid(track, options.out, jobs=options.jobs, announce=progress.say, progress=progress.step)
     data = {
@@ -526,6 +528,16 @@ def _grid(options: argparse.Namespace) -> Result:
     counts = f"{len(result.done)} done, {len(result.reused)} already there, {len(result.failed)} failed"
     text = f"{track.name}: {counts}, {result.score_passes} score passes"
     return 1 if result.failed else 0, data, text
+
+
+def _dry_run(name: str, arms: Sequence[PreparedArm], records: Path) -> Result:
+    """What a track would run, and what it would cost."""
+    from prunebench.run.estimates import estimates, estimates_text
+
+    costs = estimates(arms, records)
+    folders = [arm.spec.folder for arm in arms]
+    data = {"track": name, "arms": folders, "estimates": [one.to_json() for one in costs]}
+    return 0, data, "\n".join([*(f"would run {folder}" for folder in folders), estimates_text(costs)])
 
 
 def _compare(options: argparse.Namespace) -> Result:
@@ -661,8 +673,7 @@ def _nightly(options: argparse.Namespace) -> Result:
     records = options.out or content_root() / "leaderboard" / "records" / track.name
     board = options.board or Path("results") / track.name / "board"
     if options.dry_run:
-        folders = [arm.spec.folder for arm in prepare_all(track)]
-        return 0, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders)
+        return _dry_run(track.name, prepare_all(track), records)
     with _Progress() as progress:
         night = nightly(track, path, records, board, jobs=options.jobs, announce=progress.say, progress=progress.step)
     lines = [f"FAILED {folder}: {reason}" for folder, reason in night.grid.failed]
