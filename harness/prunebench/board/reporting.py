@@ -93,8 +93,11 @@ def _calibrations(entry: Entry) -> str:
         if stated is None:
             texts.append(f"{part}: none")
         else:
-            tokens = int(stated["blocks"]) * int(stated["length"])
-            texts.append(f"{part}: {stated['text']} {stated['draw']}, {tokens:,} tokens")
+            blocks, length = stated["blocks"], stated["length"]
+            # What a record says here is only checked to be there.
+            known = type(blocks) is int and type(length) is int
+            size = f"{blocks * length:,} tokens" if known else f"{blocks} × {length} tokens"
+            texts.append(f"{part}: {stated['text']} {stated['draw']}, {size}")
     return "; ".join(texts)
 
 

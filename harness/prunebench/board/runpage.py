@@ -55,7 +55,8 @@ def simple_table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Se
 
 
 def _cards(identity: Mapping[str, Any], cards: set[str]) -> str:
-    names = dict.fromkeys((identity[key] or {}).get("name") for key in ("method", "operator"))
+    stated = ((identity[key] or {}).get("name") for key in ("method", "operator"))
+    names = dict.fromkeys(name for name in stated if isinstance(name, str))
     links = [f'<a href="../methods/{name}.html">card of {name}</a>' for name in names if name in cards]
     return "".join(f", {link}" for link in links)
 

@@ -52,7 +52,7 @@ def write_site(site: Site, out: Path) -> None:
     known = {
         name: site.cards / f"{name}.md"
         for name in sorted({name for row in site.table.rows for name in _files(row)})
-        if site.cards is not None and card_name(name) and (site.cards / f"{name}.md").is_file()
+        if site.cards is not None and (site.cards / f"{name}.md").is_file()
     }
     pages = {
         "index.html": index_page(site, known),
@@ -76,9 +76,9 @@ def write_site(site: Site, out: Path) -> None:
 
 def _files(row: Row) -> Iterator[str]:
     for role in ("method", "operator"):
-        part = row.entry.record["identity"][role]
-        if part:
-            yield part["name"]
+        name = (row.entry.record["identity"][role] or {}).get("name")
+        if card_name(name):
+            yield str(name)
 
 
 def _write(path: Path, text: str) -> None:
@@ -203,7 +203,7 @@ def _address(key: str, row: Row, cards: set[str]) -> str:
         return f"runs/{row.entry.id}.html"
     if key in ("method", "operator"):
         name = (row.entry.record["identity"][key] or {}).get("name")
-        return f"methods/{name}.html" if name in cards else ""
+        return f"methods/{name}.html" if card_name(name) and name in cards else ""
     return ""
 
 
