@@ -13,6 +13,7 @@ from prunebench.errors import UsageError
 from prunebench.mask import Budget, LayerShape
 from prunebench.storage import (
     ALL_PARTS,
+    TOLERANCE,
     Account,
     Bits,
     Match,
@@ -64,7 +65,7 @@ def add_bytes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", type=int, default=128, help="columns per scale and zero (default %(default)s)")
     parser.add_argument("--match", metavar="ARM", help="for every other arm, the experts to keep to store as much")
     parser.add_argument(
-        "--tolerance", type=float, default=0.02, help="share within which totals are matched (default %(default)s)"
+        "--tolerance", type=float, default=TOLERANCE, help="share within which totals are matched (default %(default)s)"
     )
     parser.add_argument("--config-only", action="store_true", help="count by the config, even where weights are there")
 

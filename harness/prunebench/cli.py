@@ -21,15 +21,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import prunebench
 from prunebench.bytes_cli import add_bytes, run_bytes
 from prunebench.cost_cli import add_cost, run_cost
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.export_cli import add_export, add_verify, run_export, run_verify
+from prunebench.mask import write_atomically
 from prunebench.mask_cli import add_mask_verbs, add_selection, run_mask_verb
 from prunebench.mask_studies import Result, add_calibration
+
+if TYPE_CHECKING:
+    from prunebench.run.arm import PreparedArm
 
 __all__ = ["main"]
 
@@ -85,9 +89,20 @@ def _parser() -> argparse.ArgumentParser:
 
     add_cost(verb("cost", "stored bytes and eager timings of operators on one mask, relative to the dense model"))
 
-    board = verb("board", "write the leaderboard of all complete runs: board.md and board.html")
-    board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
-    board.add_argument("--out", type=Path, required=True, help="folder for the board")
+    _add_board(
+        verb("board", "write the leaderboard of all complete runs: Markdown, JSON, and a site that needs no server")
+    )
+
+    _add_submission(
+        verb("submission", "whether what this checkout adds to a base may be merged: runs, or a method file")
+    )
+    _add_reproduce(verb("reproduce", "make a run again and compare: equal decisions outside a margin of 1e-4"))
+    _add_nightly(verb("nightly", "a track's night: run what is missing, validate, make the board, say what changed"))
+
+    validate = verb("validate", "hold records against their evidence: items, digests, bytes, dates, checks; no model")
+    validate.add_argument(
+        "paths", type=Path, nargs="*", metavar="PATH", help="run folders or folders of them (default: the committed)"
+    )
 
     pack = verb("pack", "make a records folder smaller: what its runs share is kept once; they read as before")
     pack.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
@@ -119,6 +134,51 @@ def _parser() -> argparse.ArgumentParser:
 
     verb("check-env", "whether everything that prunebench needs is installed, and what is optional")
     return parser
+
+
+def _add_submission(submission: argparse.ArgumentParser) -> None:
+    submission.add_argument("base", metavar="BASE", help="commit or branch, such as origin/main")
+    submission.add_argument("--reproduce", type=int, default=0, metavar="N", help="make N of the added runs again")
+    submission.add_argument("--checkout", type=Path, help="the checkout (default: this one)")
+
+
+def _add_reproduce(again: argparse.ArgumentParser) -> None:
+    again.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    again.add_argument("--model", help="where its model is, if not under the name in the record")
+    again.add_argument("--suite", action="append", default=[], metavar="NAME[=SOURCE]", help="as for run, where needed")
+    again.add_argument("--device", help="such as cuda:1; of the kind that the run had")
+    again.add_argument("--out", type=Path, help="records folder for the new run (default: one that is removed again)")
+    again.add_argument(
+        "--against", type=Path, metavar="FILE", help="run nothing; hold the run against what papers report of it"
+    )
+
+
+def _add_nightly(nightly: argparse.ArgumentParser) -> None:
+    nightly.add_argument("track", metavar="TRACK", help="track by name, or a TOML file")
+    nightly.add_argument("--out", type=Path, help="records folder (default leaderboard/records/NAME of the checkout)")
+    nightly.add_argument("--board", type=Path, help="the board's folder (default results/NAME/board)")
+    nightly.add_argument("--jobs", type=int, default=1, help="worker processes, one model each (default %(default)s)")
+    _add_machine(nightly)
+
+
+def _add_board(board: argparse.ArgumentParser) -> None:
+    board.add_argument("records", type=Path, metavar="RECORDS", help="folder of run folders")
+    board.add_argument("--out", type=Path, help="folder for board.md, board.json and the site (index.html)")
+    board.add_argument(
+        "--track", help="track by name or file: its families of contrasts and the scores that papers report"
+    )
+    board.add_argument("--data", type=Path, metavar="FILE", help="write the board's JSON there too")
+    board.add_argument(
+        "--update",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="put the board's Markdown between its markers in this file (may be repeated)",
+    )
+    board.add_argument(
+        "--check", action="store_true", help="write nothing; fail if --data or --update files are not what they must be"
+    )
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
@@ -252,6 +312,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "grid": _grid,
         "compare": _compare,
         "board": _board,
+        "nightly": _nightly,
+        "reproduce": _reproduce,
+        "submission": _submission,
+        "validate": _validate,
         "pack": _pack,
         "recompute": _recompute,
         "check": _check,
@@ -514,8 +578,7 @@ def _grid(options: argparse.Namespace) -> Result:
     quiet_libraries()
     track = read_track(resolve_track(options.track), **_machine(options))
     if options.dry_run:
-        folders = [arm.spec.folder for arm in prepare_all(track)]
-        return 0, {"track": track.name, "arms": folders}, "\n".join(f"would run {f}" for f in folders)
+        return _dry_run(track.name, prepare_all(track), options.out)
     with _Progress() as progress:
         result = grid(track, options.out, jobs=options.jobs, announce=progress.say, progress=progress.step)
     data = {
@@ -527,6 +590,16 @@ def _grid(options: argparse.Namespace) -> Result:
     counts = f"{len(result.done)} done, {len(result.reused)} already there, {len(result.failed)} failed"
     text = f"{track.name}: {counts}, {result.score_passes} score passes"
     return 1 if result.failed else 0, data, text
+
+
+def _dry_run(name: str, arms: Sequence[PreparedArm], records: Path) -> Result:
+    """What a track would run, and what it would cost."""
+    from prunebench.run.estimates import estimates, estimates_text
+
+    costs = estimates(arms, records)
+    folders = [arm.spec.folder for arm in arms]
+    data = {"track": name, "arms": folders, "estimates": [one.to_json() for one in costs]}
+    return 0, data, "\n".join([*(f"would run {folder}" for folder in folders), estimates_text(costs)])
 
 
 def _compare(options: argparse.Namespace) -> Result:
@@ -584,18 +657,108 @@ def _compare_families(options: argparse.Namespace) -> Result:
 
 
 def _board(options: argparse.Namespace) -> Result:
-    from prunebench.board import write_board
+    from prunebench.board import build_board, build_track_board, committed, stale, write_board
+    from prunebench.loader import content_root, resolve_track
 
-    result = write_board(options.records, options.out)
-    for one in result.left_out:
+    if options.out is None and options.data is None and not options.update:
+        raise UsageError("nothing says where the board goes", fix="give --out, --data or --update")
+    if options.check and options.data is None and not options.update:
+        raise UsageError("nothing to check", fix="give --data or --update with --check")
+    board = (
+        build_board(options.records)
+        if options.track is None
+        else build_track_board(options.records, resolve_track(options.track))
+    )
+    cards = content_root() / "docs" / "methods"
+    for one in board.left_out:
         print(f"left out {one}", file=sys.stderr)
-    data = {
-        "markdown": str(result.markdown),
-        "html": str(result.html),
-        "rows": result.rows,
-        "left_out": [str(one) for one in result.left_out],
-    }
-    return 0, data, f"{result.rows} rows\n{result.markdown}\n{result.html}"
+    wanted = committed(board, options.data, options.update, cards)
+    if options.check:
+        old = [str(path) for path in stale(wanted)]
+        text = "\n".join([f"stale: {path}" for path in old] or [f"{len(wanted)} files are what the records give"])
+        return 1 if old else 0, {"stale": old}, text
+    for path, content in wanted.items():
+        write_atomically(path, content)
+    data = {"rows": len(board.table.rows), "left_out": [str(one) for one in board.left_out]}
+    files = [str(path) for path in wanted]
+    if options.out is not None:
+        result = write_board(board, options.out, cards=cards)
+        data |= {"markdown": str(result.markdown), "json": str(result.json), "html": str(result.html)}
+        files += [str(result.markdown), str(result.json), str(result.html)]
+    return 0, data, "\n".join([f"{len(board.table.rows)} rows", *files])
+
+
+def _submission(options: argparse.Namespace) -> Result:
+    import tempfile
+
+    from prunebench.loader import content_root
+    from prunebench.moe import quiet_libraries
+    from prunebench.run.submission import check_submission
+
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="prunebench-") as out:
+        root = options.checkout or content_root()
+        found = check_submission(root, options.base, Path(out), sample=options.reproduce)
+    return 1 if found.findings else 0, found.to_json(), found.to_text()
+
+
+def _reproduce(options: argparse.Namespace) -> Result:
+    import tempfile
+
+    from prunebench.board.reported import held_against, read_reported
+    from prunebench.record import read_run
+
+    if options.against is not None:
+        held = held_against(read_run(options.run), read_reported(options.against))
+        return 0 if held.agrees else 1, held.to_json(), held.to_text()
+    from prunebench.moe import quiet_libraries
+    from prunebench.run.reproduce import reproduce
+
+    quiet_libraries()
+    more = {"model": options.model, "suites": tuple(options.suite), "device": options.device}
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(_Progress())
+        out = options.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prunebench-")))
+        found = reproduce(options.run, out, **more, progress=progress.step)
+    return 0 if found.agrees else 1, found.to_json(), found.to_text()
+
+
+def _nightly(options: argparse.Namespace) -> Result:
+    from prunebench.loader import content_root, resolve_track
+    from prunebench.moe import quiet_libraries
+    from prunebench.run import prepare_all, read_track
+    from prunebench.run.nightly import nightly
+
+    quiet_libraries()
+    path = resolve_track(options.track)
+    track = read_track(path, **_machine(options))
+    records = options.out or content_root() / "leaderboard" / "records" / track.name
+    board = options.board or Path("results") / track.name / "board"
+    if options.dry_run:
+        return _dry_run(track.name, prepare_all(track), records)
+    with _Progress() as progress:
+        night = nightly(track, path, records, board, jobs=options.jobs, announce=progress.say, progress=progress.step)
+    lines = [f"FAILED {folder}: {reason}" for folder, reason in night.grid.failed]
+    lines += [f"finding: {one}" for one in night.findings]
+    if night.changes is None:
+        lines.append(f"no new board: {len(night.findings)} findings")
+    else:
+        lines += [night.changes.markdown().rstrip(), str(board / "index.html")]
+    return 0 if night.fine else 1, night.to_json(), "\n".join(lines)
+
+
+def _validate(options: argparse.Namespace) -> Result:
+    from prunebench.loader import content_root, file_digests
+    from prunebench.run.stored import documents_of
+    from prunebench.validation import validate_records
+
+    paths = options.paths or [content_root() / "leaderboard" / "records"]
+    with _Progress() as progress:
+        methods = file_digests("methods")
+        result = validate_records(paths, methods=methods, documents=documents_of(), progress=progress.step)
+    lines = [*map(str, result.findings), *(f"note: {note}" for note in result.notes)]
+    count = f"{result.runs} runs, {len(result.findings)} findings"
+    return 1 if result.findings else 0, result.to_json(), "\n".join([*lines, count])
 
 
 def _pack(options: argparse.Namespace) -> Result:

@@ -33,6 +33,7 @@ __all__ = [
     "Item",
     "ItemTable",
     "LostQuestionsError",
+    "Outcomes",
     "Questions",
     "content_hash",
     "items_to_table",
@@ -40,6 +41,7 @@ __all__ = [
     "questions_bytes",
     "questions_named",
     "read_items",
+    "read_outcomes",
     "read_questions",
     "write_items",
 ]
@@ -141,6 +143,13 @@ class ItemTable:
     def equals(self, other: ItemTable) -> bool:
         """Whether another table has the same rows."""
         return all(np.array_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+
+    @property
+    def digest(self) -> str:
+        """Sha256 (hex) of all rows, whatever file they are in."""
+        rows = zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True)
+        text = json.dumps(list(rows), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def rows(self, suite: str, task: str, filter_name: str, metric: str) -> ItemTable:
         """The items of one cell, in the table's order."""
@@ -278,6 +287,55 @@ def read_items(path: Path) -> ItemTable:
         return items_to_table(Item(*row) for row in zip(*(columns[name] for name in _COLUMNS), strict=True))
     except (OSError, pa.ArrowException, TypeError, ValueError) as error:
         raise PrerequisiteError("cannot read the items", where=str(path), fix=f"run it again ({error})") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """What a run's numbers need of its items.
+
+    Args:
+        value_N: the outcomes, in the order of the questions.
+        asked: the questions with their weights, metrics and details, as a table that runs may share; its values are not
+            this run's.
+    """
+
+    value_N: Floats
+    asked: ItemTable
+
+
+def read_outcomes(path: Path) -> Outcomes:
+    """Read the numbers of `write_items`' file; of a packed one not the details, which is many times faster.
+
+    Raises:
+        PrerequisiteError: as `read_items`.
+    """
+    digest = questions_named(path)
+    if digest is None:
+        table = read_items(path)
+        return Outcomes(table.value, table)
+    asked = _asked(locate_questions(path, digest))
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        value_N = pq.ParquetFile(path).read(["value"], use_threads=False).column(0).to_numpy().astype(float)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise PrerequisiteError("cannot read the items", where=str(path), fix=f"run it again ({error})") from error
+    if len(value_N) != len(asked) or not np.isfinite(value_N).all():
+        raise PrerequisiteError(
+            f"{len(value_N)} outcomes for {len(asked)} questions", where=str(path), expected="one finite one each"
+        )
+    return Outcomes(value_N, asked)
+
+
+@lru_cache(maxsize=8)
+def _asked(path: Path) -> ItemTable:
+    """A table of questions as items without outcomes."""
+    questions = read_questions(path)
+    columns = {**questions.asked, "detail": list(questions.details)}
+    none = {"value": itertools.repeat(0.0), "state": itertools.repeat("ok")}
+    rows = zip(*({**columns, **none}[name] for name in _COLUMNS), strict=False)
+    return items_to_table(Item(*row) for row in rows)
 
 
 def _read_parquet(data: bytes) -> tuple[dict[str, list[Any]], str | None]:

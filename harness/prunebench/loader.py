@@ -41,6 +41,7 @@ __all__ = [
     "Source",
     "available",
     "content_root",
+    "file_digests",
     "load_class_of",
     "load_method",
     "load_method_class",
@@ -176,6 +177,13 @@ def _load_plugin(entry: importlib.metadata.EntryPoint) -> type[Method]:
     if cls.name != entry.name:
         raise UsageError(f"the plug-in's method is named {cls.name!r}", where=where, expected=f"{entry.name!r}")
     return cls
+
+
+def file_digests(kind: Kind) -> dict[str, str]:
+    """The sha256 of every shipped file of a kind, by name, as identities have it."""
+    folder = content_root() / _FOLDERS[kind]
+    suffix = ".toml" if kind == "tracks" else ".py"
+    return {name: hashlib.sha256((folder / f"{name}{suffix}").read_bytes()).hexdigest() for name in available(kind)}
 
 
 def resolve_model(name: str) -> ModelSource:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import math
 import os
 import re
@@ -34,6 +33,7 @@ from prunebench.items import (
 )
 from prunebench.mask import Mask, canonical_json
 from prunebench.storage import ALL_PARTS
+from prunebench.versions import SCHEMA, json_document, migrated
 
 __all__ = [
     "ITEMS_FILE",
@@ -52,16 +52,18 @@ __all__ = [
     "is_complete",
     "items_to_table",
     "read_items",
+    "read_record",
     "read_run",
     "run_id",
     "runs_under",
+    "seal_of",
+    "sealed",
     "sync",
     "validate",
     "write_items",
     "write_run",
 ]
 
-SCHEMA: Final = 1
 RECORD_FILE: Final = "record.json"
 ITEMS_FILE: Final = "items.parquet"
 UNSAFE_LOCAL: Final = "unsafe-local"
@@ -71,6 +73,7 @@ _TOP: Final[Mapping[str, tuple[type, ...]]] = {
     "schema": (int,),
     "status": (str,),
     "run_id": (str,),
+    "seal": (dict, type(None)),
     "identity": (dict,),
     "arm": (dict,),
     "metrics": (dict,),
@@ -113,6 +116,20 @@ def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "volatile"}
 
 
+def seal_of(record: Mapping[str, Any], table: ItemTable) -> dict[str, str]:
+    """Digests of all that a run says but its volatile fields: of the record, and of the items packed or not.
+
+    Two executions that came to the same have equal seals.
+    """
+    said = {key: value for key, value in comparable(record).items() if key != "seal"}
+    return {"record": hashlib.sha256(canonical_json(said).encode()).hexdigest(), "items": table.digest}
+
+
+def sealed(record: Mapping[str, Any], table: ItemTable) -> dict[str, Any]:
+    """The record with its seal."""
+    return {**record, "seal": seal_of(record, table)}
+
+
 def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -124,24 +141,24 @@ def _require(condition: bool, what: str, where: str, expected: str) -> None:
 
 def _require_keys(part: Mapping[str, Any], keys: Iterable[str], name: str, where: str) -> None:
     missing = [key for key in keys if key not in part]
-    _require(not missing, f"{name} lacks {', '.join(missing)}", where, "the fields of schema 1")
+    _require(not missing, f"{name} lacks {', '.join(missing)}", where, f"the fields of schema {SCHEMA}")
 
 
 def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
-    """Raise a one-line `UsageError` unless `record` has the fields, types and internal agreement of schema 1.
+    """Raise a one-line `UsageError` unless `record` has the fields, types and internal agreement of today's schema.
 
     What an arm is said to be (`arm`, `mask`) must be what its identity says and what its mask gives. Stored bytes,
     integrity and routing cannot be had without the weights; scores, not without the items (the board recomputes those).
     """
     _require(isinstance(record, Mapping), "not a record", where, "a JSON object")
     schema = record.get("schema")
-    _require(schema == SCHEMA, f"schema {schema!r}", where, f"schema {SCHEMA}; a newer prunebench may read it")
+    _require(schema == SCHEMA, f"schema {schema!r}", where, f"schema {SCHEMA}")
     _require_keys(record, _TOP, "record", where)
     for key, kinds in {**_TOP, **{key: kinds for key, kinds in _OPTIONAL.items() if key in record}}.items():
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         _require(isinstance(record[key], kinds), f"{key} is {type(record[key]).__name__}", where, names)
     unknown = sorted(set(record) - set(_TOP) - set(_OPTIONAL))
-    _require(not unknown, f"unknown field {', '.join(unknown)}", where, "the fields of schema 1")
+    _require(not unknown, f"unknown field {', '.join(unknown)}", where, f"the fields of schema {SCHEMA}")
     _require(record["status"] in {"complete", "partial"}, f"status {record['status']!r}", where, "complete or partial")
     identity, arm = record["identity"], record["arm"]
     _require_keys(identity, _IDENTITY, "identity", where)
@@ -166,6 +183,13 @@ def validate(record: Mapping[str, Any], *, where: str = "record") -> None:
     _validate_storage(record["storage"], where)
     _validate_tensors(record, where)
     _validate_routing(record["routing"], where)
+    seal = record["seal"]
+    fine = seal is None or (set(seal) == {"record", "items"} and all(map(_sha256, seal.values())))
+    _require(fine, f"seal {seal!r}", where, "null, or the sha256 of record and items")
+
+
+def _sha256(text: object) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", str(text)) is not None
 
 
 def _validate_identity(identity: Mapping[str, Any], where: str) -> None:
@@ -345,7 +369,7 @@ def _group(group: object, names: Sequence[str]) -> bool:
     experts, tensors = group["experts"], group["tensors"]
     fine = isinstance(group.get("fill", ""), str) and isinstance(experts, list) and bool(experts)
     fine = fine and all(type(expert) is int for expert in experts)
-    fine = fine and re.fullmatch("[0-9a-f]{64}", str(group["sha256"])) is not None
+    fine = fine and _sha256(group["sha256"])
     return fine and isinstance(tensors, dict) and bool(tensors) and all(map(_tensor, tensors.values()))
 
 
@@ -399,23 +423,28 @@ class RunListing:
     left_out: tuple[LeftOut, ...]
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
-    """The validated record of a folder; a half-written folder is a `PrerequisiteError`."""
+def read_record(folder: Path) -> dict[str, Any]:
+    """The validated record of a folder, as one of today's schema.
+
+    Raises:
+        PrerequisiteError: if the folder is half-written or damaged.
+    """
     again = "run it again; the folder will be replaced"
     missing = [name for name in (RECORD_FILE, ITEMS_FILE) if not (folder / name).is_file()]
     if missing:
         raise PrerequisiteError(f"half-written run folder: no {' and no '.join(missing)}", where=str(folder), fix=again)
     try:
-        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        record = json_document((folder / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PrerequisiteError(
             f"half-written run folder: {RECORD_FILE} is damaged", where=str(folder), fix=f"{again} ({error})"
         ) from error
     try:
+        record = migrated(record, where=RECORD_FILE)
         validate(record, where=RECORD_FILE)
     except UsageError as error:
         raise PrerequisiteError(f"half-written or altered run folder: {error}", where=str(folder), fix=again) from error
-    return dict(record)
+    return record
 
 
 def read_run(folder: Path) -> Run:
@@ -427,7 +456,7 @@ def read_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         raise UsageError("no such run folder", where=str(folder), expected=f"a folder with {RECORD_FILE}")
-    record = _read_record(folder)
+    record = read_record(folder)
     return Run(record, read_items(folder / ITEMS_FILE), folder)
 
 
@@ -464,7 +493,7 @@ def runs_under(folder: Path) -> RunListing:
             waiting += below
             continue
         try:
-            _read_record(here)
+            read_record(here)
             runs.append(here)
         except PrerequisiteError as error:
             left_out.append(LeftOut(here, error.what))
@@ -531,7 +560,7 @@ def _check_replaceable(folder: Path, new_id: str, *, replace: bool) -> None:
     if foreign:
         raise UsageError(f"the run folder holds other things ({foreign[0]})", where=str(folder), fix="choose another")
     try:
-        old = str(_read_record(folder)["run_id"])
+        old = str(read_record(folder)["run_id"])
     except PrerequisiteError:
         return
     if old != new_id and not replace:

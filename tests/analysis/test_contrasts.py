@@ -232,8 +232,8 @@ def test_arms_are_found_by_what_their_records_say(shelf):
 
 
 def test_every_run_is_read_once_and_scored_once(shelf, monkeypatch):
-    read, seen = shelf.read, []
-    monkeypatch.setattr(shelf, "read", lambda found: seen.append(found.folder) or read(found))
+    read, seen = shelf.outcomes, []
+    monkeypatch.setattr(shelf, "outcomes", lambda found: seen.append(found.folder) or read(found))
     questions = [
         ask(run(a), run(b), suite) for suite in ("multiple_choice", "perplexity") for a in ARMS for b in ARMS if a < b
     ]

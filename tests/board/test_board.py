@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from prunebench import board
-from prunebench.board import write_board
+from prunebench.board import build_board, write_board
+from prunebench.board.markdown import to_markdown
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.mask import LayerMask, Mask
 from prunebench.record import read_run, runs_under
@@ -64,6 +65,12 @@ def markdown_rows(text):
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
+def shown(records):
+    """The board as Markdown."""
+    built = build_board(records)
+    return to_markdown(built.table, built.shown_left_out)
+
+
 def edit(folder, change):
     path = folder / "record.json"
     record = json.loads(path.read_text())
@@ -74,6 +81,7 @@ def edit(folder, change):
 def test_every_run_is_a_row_with_its_numbers_dense_first(records, tmp_path):
     result = write_board(records, tmp_path)
     rows = markdown_rows(result.markdown.read_text())
+    assert result.markdown.read_text() == shown(records)
     assert result.rows == len(rows) == 7
     assert result.left_out == ()
     assert rows[0]["method (mask)"] == "dense"
@@ -117,15 +125,15 @@ def test_how_often_a_slot_moved_and_how_far_the_scales_are_apart_is_over_all_lay
     factory.write(tmp_path / "r" / "a", factory.make_items(n=2), routing={"layers": layers})
     constant = {"operator": "constant", "scale": None, "resolved_scale": None}
     factory.write(tmp_path / "r" / "b", factory.make_items(n=2), **constant)
-    rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
+    rows = markdown_rows(shown(tmp_path / "r"))
     said = {row["operator"]: row["calls rerouted (%)"] for row in rows}
     # 100 of 400 calls; (40 · 0.5 + 60 · 0.75) / 100 = 0.65; 10 of 400 calls.
     assert said == {"constant": "—", "reroute": "25.0 (keep ÷ renorm 0.65, above 1 on 2.5 %)"}
 
 
 def test_differences_are_from_the_constant_on_the_same_mask(records, tmp_path):
-    rows = markdown_rows(write_board(records, tmp_path).markdown.read_text())
-    column = "multiple_choice − constant (points [95 % CI], exploratory)"
+    rows = markdown_rows(shown(records))
+    column = "multiple_choice − constant (points [95 % CI])"
     value = {
         (r["method (mask)"], r["operator"], r["scale"][:5]): r["multiple_choice (% ↑ [95 % CI], n = 40)"] for r in rows
     }
@@ -150,25 +158,22 @@ def test_a_constant_of_another_draw_model_mask_or_budget_does_not_serve(factory,
     factory.write(tmp_path / "r" / "a", factory.make_items(n=4))
     constant = {"operator": "constant", "scale": None, "resolved_scale": None}
     factory.write(tmp_path / "r" / "b", factory.make_items(n=4), **(constant | other))
-    assert write_board(tmp_path / "r", tmp_path).markdown.read_text().count("— (no constant arm)") == 3
+    assert shown(tmp_path / "r").count("— (no constant arm)") == 3
     factory.write(tmp_path / "r" / "c", factory.make_items(n=4), **constant)
-    assert "no constant arm" not in write_board(tmp_path / "r", tmp_path).markdown.read_text()
+    assert "no constant arm" not in shown(tmp_path / "r")
 
 
 def test_a_constant_asked_for_alike_comes_before_one_of_the_same_mask(factory, tmp_path):
     factory.write(tmp_path / "r" / "a", factory.make_items(n=4))
     constant = {"operator": "constant", "scale": None, "resolved_scale": None}
     factory.write(tmp_path / "r" / "b", factory.make_items(n=4, seed=1), **constant, ratio=0.51)
-    shown = write_board(tmp_path / "r", tmp_path).markdown.read_text()
-    assert "no constant arm" not in shown
+    assert "no constant arm" not in shown(tmp_path / "r")
     factory.write(tmp_path / "r" / "c", factory.make_items(n=4), **constant)
-    rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
-    gain = next(row for row in rows if row["operator"] == "reroute")[
-        "arithmetic − constant (points [95 % CI], exploratory)"
-    ]
+    rows = markdown_rows(shown(tmp_path / "r"))
+    gain = next(row for row in rows if row["operator"] == "reroute")["arithmetic − constant (points [95 % CI])"]
     assert gain == "+0.0 [+0.0, +0.0]"
     factory.write(tmp_path / "r" / "d", factory.make_items(n=4), **constant, identity={"operator": {"version": 2}})
-    assert "several constant arms" in write_board(tmp_path / "r", tmp_path).markdown.read_text()
+    assert "several constant arms" in shown(tmp_path / "r")
 
 
 def test_the_same_records_give_the_same_bytes_wherever_they_lie(records, tmp_path):
@@ -198,10 +203,9 @@ def test_a_record_that_its_items_contradict_is_refused_by_name(records, tmp_path
     shutil.copytree(records, tmp_path / "r")
     edit(tmp_path / "r" / "demo" / "tiny-olmoe-mone-constant", change)
     with pytest.raises(IntegrityError, match=message) as caught:
-        write_board(tmp_path / "r", tmp_path / "out")
+        build_board(tmp_path / "r")
     assert "tiny-olmoe-mone-constant" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
 
 
 def test_partial_half_written_and_repeated_runs_are_left_out_with_the_reason(factory, records, tmp_path):
@@ -252,7 +256,7 @@ def test_failed_checks_are_marked_and_named(factory, tmp_path):
     ]
     factory.write(tmp_path / "r" / "a", factory.make_items(n=2), integrity=checks)
     factory.write(tmp_path / "r" / "b", factory.make_items(n=2), integrity=[], mask="b")
-    text = write_board(tmp_path / "r", tmp_path).markdown.read_text()
+    text = shown(tmp_path / "r")
     assert "**✗ 1/2** (zero tokens)" in text
     assert "— (no check applied)" in text
     assert "no dense run" in text
@@ -266,21 +270,21 @@ def test_suites_of_another_content_get_a_column_of_their_own(factory, tmp_path):
         operator="constant",
         suites={"arithmetic": {"version": 2, "content": "beef"}},
     )
-    rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
+    rows = markdown_rows(shown(tmp_path / "r"))
     columns = [name for name in rows[0] if name.startswith("arithmetic v")]
     assert [name.split(" (")[0].split(" −")[0] for name in columns] == [
         "arithmetic v1 c0ffee",
         "arithmetic v2 beef",
-    ] * 2
+    ] * 3
     assert [row["operator"] for row in rows] == ["constant", "reroute"]
     assert rows[0][columns[0]] == "— (not run)"
-    assert rows[1][columns[2]] == "— (no constant arm)"
-    assert rows[1][columns[3]] == "— (not run)"
+    assert rows[1][columns[4]] == "— (no constant arm)"
+    assert rows[1][columns[5]] == "— (not run)"
 
 
 def test_a_budget_by_count_shows_the_share_and_the_count(factory, tmp_path):
     factory.write(tmp_path / "r" / "a", factory.make_items(n=2), ratio=None, keep=4)
-    rows = markdown_rows(write_board(tmp_path / "r", tmp_path).markdown.read_text())
+    rows = markdown_rows(shown(tmp_path / "r"))
     assert rows[0]["ratio pruned"] == "0.5 (keep 4)"
 
 
@@ -288,136 +292,21 @@ def test_a_constant_on_other_items_gives_no_difference_but_the_reason(factory, t
     factory.write(tmp_path / "r" / "a", factory.make_items(n=3))
     constant = {"operator": "constant", "scale": None, "resolved_scale": None}
     factory.write(tmp_path / "r" / "b", factory.make_items(n=4), **constant)
-    text = write_board(tmp_path / "r", tmp_path).markdown.read_text()
+    text = shown(tmp_path / "r")
     assert "— (a (" in text
     assert "lacks 1 of the items: arithmetic-003" in text
 
 
-HOSTILE = "<script>alert(1)</script>|`x`[y](javascript:z)\n\"'&amp;</style>"
-
-
-def test_hostile_text_is_shown_and_never_runs(factory, tmp_path):
-    checks = [{"check": HOSTILE, "status": "fail", "detail": ""}]
-    arm = {
-        "model": HOSTILE,
-        "convention": HOSTILE,
-        "mask": HOSTILE,
-        "operator": HOSTILE,
-        "scale": HOSTILE,
-        "fit_draw": HOSTILE,
-    }
-    factory.write(tmp_path / "r" / "a", factory.make_items(n=2), **arm, integrity=checks)
-    (tmp_path / "r" / "<img src=x onerror=alert(1)>").mkdir()
-    (tmp_path / "r" / os.fsdecode(b"not-utf8-\xff")).mkdir()
-    result = write_board(tmp_path / "r", tmp_path)
-    page, table = Page(result.html.read_text()), result.markdown.read_text()
-    assert [tag for tag, _ in page.tags].count("script") == 1
-    assert not {"img", "a", "iframe", "link"} & {tag for tag, _ in page.tags}
-    assert page.rows[1][0][0] == HOSTILE
-    assert "<" not in table
-    assert "](" not in table.replace("\\](", "")
-    assert "`" not in table.replace("\\`", "")
-    assert len(markdown_rows(table)) == 1
-
-
-def test_the_page_is_accessible_and_needs_nothing_from_outside(records, tmp_path):
-    text = write_board(records, tmp_path).html.read_text()
-    page = Page(text)
-    assert not re.search(r"https?:|//[a-z]|@import|url\(", text)
-    assert not [a for _, a in page.tags if {"src", "href", "onclick", "action"} & set(a)]
-    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'")
-    heads = [a for tag, a in page.tags if tag == "th" and a["scope"] == "col"]
-    assert all(head["aria-sort"] == "none" for head in heads)
-    assert len(heads) == len({head["data-key"] for head in heads}) == len(page.rows[0])
-    assert [tag for tag, _ in page.tags].count("button") == len(heads)
-    assert [a.get("scope") for tag, a in page.tags if tag == "th"].count("row") == 7
-    tags = {tag for tag, _ in page.tags}
-    assert {"caption", "main", "label", "output", "title"} <= tags
-    assert next(a for tag, a in page.tags if tag == "html") == {"lang": "en"}
-    assert "prefers-color-scheme: dark" in text
-
-
-def test_every_word_of_the_columns_is_explained(records, tmp_path):
-    result = write_board(records, tmp_path)
-    for text in (result.markdown.read_text(), result.html.read_text()):
-        assert "every number" not in text, "bytes and checks are not recomputed"
-        for word in (
-            "computed again from the per-item outcomes",
-            "Stored bytes, integrity and calls rerouted are as the record has them",
-        ):
-            assert word in text.split("Legend")[1]
-        for word in ("trained", "keep", "renorm", "item bootstrap", "B = 10,000", "lower is better"):
-            assert word in text.split("Legend")[1]
-
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-
-
-def in_browser(path, link, profile):
-    """The page as the browser holds it after its scripts have run."""
-    flags = (
-        *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"),
-        *("disable-component-update", "disable-sync", f"user-data-dir={profile}", "virtual-time-budget=2000"),
-    )
-    command = [CHROMIUM, *(f"--{flag}" for flag in (*flags, "dump-dom")), path.as_uri() + link]
-    return Page(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
-
-
-def sorted_columns(page):
-    heads = [a for tag, a in page.tags if tag == "th" and a.get("scope") == "col"]
-    return {a["data-key"]: a["aria-sort"] for a in heads if a["aria-sort"] != "none"}
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-@pytest.mark.parametrize(
-    ("link", "wanted", "shown"),
-    [
-        ("", {}, 7),
-        ("#sort=perplexity&order=descending", {"perplexity": "descending"}, 7),
-        ("#sort=multiple_choice-gain", {"multiple_choice-gain": "ascending"}, 7),
-        ("#sort=operator&filter=REROUTE+random", {"operator": "ascending"}, 2),
-        ("#sort=nonsense&order=ascending", {}, 7),
-    ],
-)
-def test_a_link_sorts_and_filters_in_a_browser(records, tmp_path, link, wanted, shown):
-    path = write_board(records, tmp_path).html
-    page, static = in_browser(path, link, tmp_path / "profile"), Page(path.read_text())
-    assert sorted_columns(page) == wanted
-    assert len([a for tag, a in page.tags if tag == "tr" and "hidden" not in a]) == 1 + shown
-    column, order = next(iter(wanted.items()), (None, None))
-    if column is None:
-        assert page.rows == static.rows
-        return
-    at = [a.get("data-key") for tag, a in page.tags if tag == "th"].index(column)
-    keys = [row[at] for row in page.rows[1:]]
-    assert sorted(map(str, page.rows)) == sorted(map(str, static.rows))
-    if column == "operator":
-        assert [text for text, _ in keys] == ["constant"] * 2 + ["reroute"] * 4 + ["—"]
-    else:
-        known = [float(key) for _, key in keys if key is not None]
-        assert known == sorted(known, reverse=order == "descending")
-        assert all(key is None for _, key in keys[len(known) :]), "unknown values come last"
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-@pytest.mark.parametrize(("presses", "order"), [(1, "ascending"), (2, "descending"), (3, None)])
-def test_pressing_a_column_title_goes_up_down_and_back(records, tmp_path, presses, order):
-    path = write_board(records, tmp_path).html
-    press = """<script>
-    const press = (left) => {
-      if (left) { document.querySelector("[data-key=stored] button").click(); setTimeout(press, 50, left - 1); }
-    };
-    press(PRESSES);
-    </script></body>""".replace("PRESSES", str(presses))
-    pressed = tmp_path / "pressed.html"
-    pressed.write_text(path.read_text().replace("</body>", press))
-    page = in_browser(pressed, "", tmp_path / "profile")
-    assert sorted_columns(page) == ({"stored": order} if order else {})
-    dense_at = [row[1][0] for row in page.rows[1:]].index("dense")
-    assert dense_at == (6 if order == "ascending" else 0)
+def test_retracted_runs_are_left_out_with_the_reason(factory, records, tmp_path):
+    shutil.copytree(records / "demo", tmp_path / "r")
+    identifier = read_run(tmp_path / "r" / "tiny-olmoe-mone-constant").record["run_id"]
+    reason = "its text held <b>test items</b>"
+    text = f'[[retraction]]\nrun = "{identifier}"\ndate = 2026-12-01\nreason = "{reason}"\n'
+    (tmp_path / "r" / "retractions.toml").write_text(text)
+    board = build_board(tmp_path / "r")
+    assert [str(one) for one in board.shown_left_out] == [f"tiny-olmoe-mone-constant: retracted 2026-12-01: {reason}"]
+    assert len(board.table.rows) == 6
+    assert "retracted 2026-12-01: its text held &lt;b&gt;test items" in shown(tmp_path / "r")
 
 
 def test_importing_the_board_takes_no_model_library():

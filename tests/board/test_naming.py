@@ -12,10 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prunebench.analysis.batch import columns_of
+from prunebench.board import table as board_table
+from prunebench.board.entries import Entry
+from prunebench.board.markdown import to_markdown
 from prunebench.board.naming import IDENTIFYING
-from prunebench.board.render import to_html, to_markdown
-from prunebench.board.table import build_table
-from prunebench.record import Run, items_to_table, run_id
+from prunebench.board.scoring import score
+from prunebench.board.site import Site, index_page
+from prunebench.items import Outcomes
+from prunebench.record import items_to_table, run_id
 
 CONSTANT = {"operator": "constant", "scale": None, "resolved_scale": None}
 CHOOSES = ("budget", "method", "seed", "operator")
@@ -41,11 +46,17 @@ LEAVES = [
 @pytest.fixture(scope="module")
 def make(factory):
     items = factory.make_items(n=2)
+    table = items_to_table(items)
+    sheet = columns_of(Outcomes(table.value, table))
 
     def make(**changes):
-        return Run(factory.make_record(items, **changes), items_to_table(items), Path("run"))
+        return Entry(factory.make_record(items, **changes), Path("run"), "run", sheet)
 
     return make
+
+
+def build_table(runs):
+    return board_table.build_table(runs, score(runs))
 
 
 def leaves(value, path=()):
@@ -69,7 +80,7 @@ def altered(run, changes):
     identity = record["identity"]
     record["arm"] |= {"model": identity["model"]["name"]}
     record["run_id"] = run_id(identity)
-    return Run(record, run.items, run.path)
+    return Entry(record, run.path, run.folder, run.sheet)
 
 
 def other(run, name):
@@ -84,12 +95,11 @@ def other(run, name):
 def gains(runs):
     """The differences of the one reroute arm, by suite."""
     table = build_table(runs)
-    (row,) = (row for row in table.rows if row[2].text == "reroute")
-    cells = zip(table.columns, row, strict=True)
+    (row,) = (row for row in table.rows if row.cells["operator"].text == "reroute")
     return {
-        column.key.removesuffix("-gain"): cell.detail if cell.text == "—" else "paired"
-        for column, cell in cells
-        if column.key.endswith("-gain")
+        key.removesuffix("-gain"): cell.detail if cell.text == "—" else "paired"
+        for key, cell in row.cells.items()
+        if key.endswith("-gain")
     }
 
 
@@ -156,12 +166,14 @@ class Cells(html.parser.HTMLParser):
 def read(runs):
     """The identifying cells of each run as a reader sees them, in both files: [page rows, Markdown rows]."""
     table = build_table(runs)
-    width = len(IDENTIFYING)
-    assert [column.key for column in table.columns[:width]][-2:] == ["calibration", "fit"]
-    page = [tuple(" ".join(text.split()) for text in row[:width]) for row in Cells(to_html(table, [])).rows[1:]]
+    keys = {column.key for column in IDENTIFYING}
+    places = [number for number, column in enumerate(table.columns) if column.key in keys]
+    assert len(places) == len(IDENTIFYING)
+    html = index_page(Site("t", table, (), None, (), ()), ())
+    page = [tuple(" ".join(row[at].split()) for at in places) for row in Cells(html).rows[1:]]
     lines = [line for line in to_markdown(table, []).splitlines() if line.startswith("|")][2:]
-    text = [tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1 : width + 1]) for line in lines]
-    return page, text
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    return page, [tuple(row[at].strip() for at in places) for row in cells]
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -202,8 +214,7 @@ def row(make, *others, **identity):
     """What the row of an arm with this identity says, by column key."""
     run = make(identity=identity)
     table = build_table([run, *others])
-    (found,) = (row for row in table.rows if row[-1].text == run.record["run_id"])
-    return {column.key: cell for column, cell in zip(table.columns, found, strict=True)}
+    return next(row.cells for row in table.rows if row.entry.id == run.id)
 
 
 def test_the_usual_run_has_no_small_print(make):
@@ -250,7 +261,7 @@ def test_calibration_says_text_and_draw_and_its_size_where_sizes_differ(make):
 def test_what_an_operator_was_fitted_on_stands_beside_what_its_mask_was_chosen_on(make):
     refitted = make(**CONSTANT, fit_draw="B")
     (found,) = build_table([refitted]).rows
-    assert [found[6].text, found[7].text] == ["world:general A", "world:general B"]
+    assert [found.cells[key].text for key in ("calibration", "fit")] == ["world:general A", "world:general B"]
 
 
 def test_an_arm_that_fits_nothing_is_compared_with_the_constant_fitted_on_the_masks_own_calibration(make):
@@ -262,7 +273,7 @@ def test_an_arm_that_fits_nothing_is_compared_with_the_constant_fitted_on_the_ma
 def test_a_fitted_arm_is_compared_with_the_constant_of_the_same_fit(make):
     tilts = [make(operator="tilt", scale=None, resolved_scale=None, fit_draw=draw) for draw in "AB"]
     table = build_table([*tilts, make(**CONSTANT, fit_draw="B")])
-    said = {row[7].text: row[[c.key for c in table.columns].index("arithmetic-gain")].detail for row in table.rows}
+    said = {row.cells["fit"].text: row.cells["arithmetic-gain"].detail for row in table.rows}
     assert said["world:general A"] == "no constant arm"
     assert said["world:general B"].startswith("[") or said["world:general B"] == "is the constant"
 
@@ -275,5 +286,5 @@ def test_what_has_no_place_of_its_own_is_named_beside_what_it_is_about(make):
     renamed = {"mask": {"fingerprint": "fX"}}
     assert row(make, make(), calibration=renamed)["calibration"].detail == "calibration.mask.fingerprint fX"
     fits = [make(**CONSTANT, identity={"calibration": {"fit": {"fingerprint": name}}}) for name in ("f1", "f2")]
-    said = sorted(cells[7].detail for cells in build_table(fits).rows)
+    said = sorted(row.cells["fit"].detail for row in build_table(fits).rows)
     assert said == ["calibration.fit.fingerprint f1", "calibration.fit.fingerprint f2"]

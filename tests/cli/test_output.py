@@ -64,15 +64,20 @@ def test_run_prints_its_record_and_says_when_it_was_there_before(quick, capsys):
 
 def test_every_verb_prints_one_document(quick, track, tmp_path, capsys):
     out = tmp_path / "o"
-    assert document(capsys, "grid", track, "--out", out, "--dry-run") == {
-        "track": "t",
-        "arms": ["rand/dense", "rand/reap-keep8-zero-A"],
-    }
+    dry = document(capsys, "grid", track, "--out", out, "--dry-run")
+    (cost,) = dry.pop("estimates")
+    assert dry == {"track": "t", "arms": ["rand/dense", "rand/reap-keep8-zero-A"]}
+    assert (cost["model"], cost["arms"], cost["missing"], cost["seconds"]) == ("rand", 2, 2, None)
+    assert cost["weights"] > 10_000
     assert not out.exists()
     assert document(capsys, "grid", track, "--out", out)["done"] == ["rand/dense", "rand/reap-keep8-zero-A"]
     folders = [out / "rand" / name for name in ("dense", "reap-keep8-zero-A")]
+    (cost,) = document(capsys, "nightly", track, "--out", out, "--dry-run")["estimates"]
+    assert (cost["missing"], cost["seconds"]) == (0, 0.0)
     assert document(capsys, "compare", *folders)
+    assert document(capsys, "validate", out)["findings"] == []
     assert document(capsys, "pack", out)["changed"] == 2
+    assert document(capsys, "validate", out)["findings"] == []
     assert document(capsys, "board", out, "--out", tmp_path / "b")["rows"] == 2
     assert document(capsys, "pack", out, "--unpack")["changed"] == 2
     assert {row["what"] for row in document(capsys, "check-env")} >= {"python", "torch"}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prunebench.mask import LayerMask, Mask
-from prunebench.record import Item, content_hash, run_id, write_run
+from prunebench.record import SCHEMA, Item, content_hash, run_id, write_run
 
 KEEP, RENORM = "softmax, no renorm", "sigmoid, renorm, bias, ×2.446"
 MODELS = {"plain": KEEP, "normed": RENORM}
@@ -306,7 +306,8 @@ def record(spec, **changes):
         for layer, (calls, shown, total, above) in routing(spec).items()
     }
     return {
-        "schema": 1,
+        "schema": SCHEMA,
+        "seal": None,
         "status": "complete" if identity["limit"] is None else "partial",
         "run_id": run_id(identity),
         "identity": identity,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prunebench.board import write_board
+from prunebench.board import build_board, committed, stale
+from prunebench.board.reported import read_reported
 from prunebench.loader import content_root, resolve_track
 from prunebench.record import runs_under
 from prunebench.run import read_track
@@ -40,7 +41,17 @@ def test_the_page_is_what_the_records_give(findings, tmp_path):
     assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_board_agrees_with_every_record(track, tmp_path):
-    result = write_board(RECORDS, tmp_path)
-    assert (result.rows, result.left_out) == (len(track.arms), ())
+def test_the_committed_board_is_what_the_records_give_byte_for_byte():
+    board = build_board(RECORDS, track="tiny", families=ROOT / "leaderboard" / "families" / "tiny.toml")
+    assert (len(board.table.rows), board.left_out) == (len(read_track(resolve_track("tiny")).arms), ())
+    files = [ROOT / "README.md", ROOT / "leaderboard" / "README.md"]
+    wanted = committed(board, ROOT / "leaderboard" / "boards" / "tiny.json", files, ROOT / "docs" / "methods")
+    assert stale(wanted) == []
+
+
+def test_the_full_track_and_what_papers_print_of_it_are_readable():
+    track = read_track(resolve_track("full"))
+    printed = read_reported(ROOT / "leaderboard" / "reported" / "full.toml")
+    assert {one.model for one in printed} <= {arm.model for arm in track.arms}
+    assert {one.suite for one in printed if one.run} <= {suite for arm in track.arms for suite in arm.suites}
+    assert all(one.source for one in printed)

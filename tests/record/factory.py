@@ -11,7 +11,7 @@ import numpy as np
 
 from prunebench.analysis import metrics_from_items
 from prunebench.mask import LayerMask, Mask
-from prunebench.record import Item, ItemTable, content_hash, items_to_table, run_id, write_run
+from prunebench.record import SCHEMA, Item, ItemTable, content_hash, items_to_table, run_id, sealed, write_run
 
 HEADLINE = {
     "arithmetic": [["arithmetic", "strict", "exact_match"]],
@@ -67,7 +67,7 @@ def make_items(*, seed: int = 0, n: int = 20, skill: float = 0.7) -> list[Item]:
                     value=value,
                     weight=float(words) if loss else 1.0,
                     state="ok" if loss or value else "wrong",
-                    detail=json.dumps({"answer": int(rng.integers(4))}),
+                    detail=json.dumps({"answer": int(rng.integers(4))} | ({"tokens": words} if loss else {})),
                 )
             )
     return items
@@ -132,8 +132,8 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
         {"check": "empty mask", "status": "pass", "detail": ""},
         {"check": "stored values", "status": "not applicable", "detail": "no fills"},
     ]
-    return {
-        "schema": 1,
+    record = {
+        "schema": SCHEMA,
         "status": "complete" if limit is None else "partial",
         "run_id": run_id(identity),
         "identity": identity,
@@ -146,8 +146,9 @@ def make_record(items: list[Item] | ItemTable, **changes: Any) -> dict[str, Any]
         "mask": None if mask is None else mask.to_json(),
         "tensors": {},
         "provenance": {"prunebench": "0", "packages": {}, "git": {"revision": None, "dirty": None}},
-        "volatile": changes.get("volatile", {"seconds": 1.5}),
+        "volatile": changes.get("volatile", {"seconds": 1.5, "started": "2026-11-30T12:00:00+00:00"}),
     }
+    return sealed(record, table)
 
 
 def write(folder: Path, items: list[Item], **changes: Any) -> Path:

@@ -166,7 +166,7 @@ BROKEN = {
     "no such field": (_without("routing"), "lacks routing"),
     "unknown field": (lambda r: r.update(extra=1), "unknown field extra"),
     "fit of another type": (lambda r: r.update(fit=[]), "fit is list; in record; expected dict"),
-    "other schema": (lambda r: r.update(schema=2), "schema 2"),
+    "other schema": (lambda r: r.update(schema=3), "schema 3"),
     "wrong type": (lambda r: r.update(integrity={}), "integrity is dict; in record; expected list"),
     "unknown status": (lambda r: r.update(status="done"), "status 'done'"),
     "changed identity": (lambda r: r["identity"].update(seed=1), "is not its identity's"),

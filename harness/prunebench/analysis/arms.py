@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from prunebench.errors import PrerequisiteError, UsageError
+from prunebench.items import Outcomes, read_outcomes
 from prunebench.mask import canonical_json
-from prunebench.record import RECORD_FILE, LeftOut, Run, read_run, runs_under
+from prunebench.record import ITEMS_FILE, RECORD_FILE, LeftOut, Run, read_run, runs_under
 
 __all__ = ["Found", "Selector", "Shelf", "UnfoundError"]
 
@@ -234,3 +235,7 @@ class Shelf:
     def read(self, found: Found) -> Run:
         """A run with its items."""
         return read_run(self.records / found.folder)
+
+    def outcomes(self, found: Found) -> Outcomes:
+        """A run's numbers without what its items say in words."""
+        return read_outcomes(self.records / found.folder / ITEMS_FILE)

@@ -14,7 +14,7 @@ from prunebench.analysis.contrasts import Answer
 from prunebench.errors import PrerequisiteError
 from prunebench.mask import write_atomically
 
-__all__ = ["draw", "forest", "write_forest"]
+__all__ = ["draw", "forest", "library", "write_forest"]
 
 _ROW: Final = 20  # pixels per contrast
 _WIDTH: Final = 380
@@ -32,7 +32,7 @@ def forest(answers: Sequence[Answer], *, title: str = "") -> dict[str, Any]:
     Raises:
         PrerequisiteError: without altair.
     """
-    alt = _library("altair")
+    alt = library("altair")
     families = list(dict.fromkeys(one.question.family for one in answers))
     room = int(_LETTER * max(len(one.question.label) for one in answers)) + 10
     panels = [_panel(alt, name, [one for one in answers if one.question.family == name], room) for name in families]
@@ -106,7 +106,7 @@ def draw(specification: dict[str, Any], kind: str) -> str:
     Raises:
         PrerequisiteError: without vl-convert-python.
     """
-    convert = _library("vl_convert")
+    convert = library("vl_convert")
     if kind == "svg":
         svg: str = convert.vegalite_to_svg(specification)
         return svg + "\n"
@@ -130,7 +130,7 @@ def write_forest(
     return paths[0], paths[1]
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
     """A library of the extra `plots`."""
     import importlib
 

@@ -27,6 +27,7 @@ __all__ = [
     "is_loss",
     "lower_is_better",
     "metrics_from_items",
+    "metrics_from_samples",
     "paired_order",
     "published",
     "suite_mean",
@@ -153,15 +154,23 @@ def metrics_from_items(table: ItemTable, headline: Headline, *, seed: int = SEED
     Raises:
         UsageError: if a headline cell has no items.
     """
-    by_suite: dict[str, dict[Cell, Sampled]] = {suite: {} for suite in headline}
-    result: dict[str, dict[str, Any]] = {}
+    by_suite: dict[str, dict[Cell, Sampled]] = {}
     for suite, task, filter_name, metric in table.cells():
         one = cell_sampled(paired_order(table.rows(suite, task, filter_name, metric)), seed=seed)
-        cell = (task, filter_name, published(metric))
-        by_suite.setdefault(suite, {})[cell] = one
-        result["/".join((suite, *cell))] = one.interval().to_json()
+        by_suite.setdefault(suite, {})[task, filter_name, published(metric)] = one
+    return metrics_from_samples(by_suite, headline)
+
+
+def metrics_from_samples(by_suite: Mapping[str, Mapping[Cell, Sampled]], headline: Headline) -> dict[str, Any]:
+    """The `metrics` of a record from the statistics of all its cells."""
+    result = {
+        "/".join((suite, *cell)): one.interval().to_json()
+        for suite, cells in by_suite.items()
+        for cell, one in cells.items()
+    }
     for suite in headline:
-        result[suite] = suite_mean(by_suite[suite], headline_cells(headline, suite), suite).interval().to_json()
+        mean = suite_mean(by_suite.get(suite, {}), headline_cells(headline, suite), suite)
+        result[suite] = mean.interval().to_json()
     for name, cells in _means(by_suite).items():
         result[name] = Sampled.macro_mean(cells).interval().to_json()
     return dict(sorted(result.items()))

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from prunebench.analysis.arms import Found, Shelf
+from prunebench.analysis.batch import Column, Sheet, columns_of
 from prunebench.analysis.bootstrap import RESAMPLES, SEED, Floats, Sampled, sampled_columns
 from prunebench.analysis.metrics import (
     PERCENT,
     Cell,
     as_published,
-    clusters_of,
     headline_cells,
     in_units,
     lower_is_better,
@@ -71,25 +71,6 @@ def suite_scores(
     return [in_units(mean, metrics) for mean in means]
 
 
-@dataclass(frozen=True, eq=False)
-class _Column:
-    """One run's outcomes on one cell, in paired order."""
-
-    value_N: Floats
-    weight_N: Floats
-    keys_N2: np.ndarray[Any, Any]
-    clusters_N: np.ndarray[Any, Any] | None
-
-    @classmethod
-    def of(cls, rows: ItemTable) -> _Column:
-        return cls(rows.value, rows.weight, np.stack([rows.doc_hash, rows.prompt_hash], axis=1), clusters_of(rows))
-
-    def same_items(self, other: _Column) -> bool:
-        mine, theirs = self.clusters_N, other.clusters_N
-        grouped = mine is theirs if mine is None or theirs is None else np.array_equal(mine, theirs)
-        return grouped and np.array_equal(self.keys_N2, other.keys_N2)
-
-
 class Scores:
     """The runs that some questions need, scored suite by suite; items are read once and let go.
 
@@ -105,7 +86,7 @@ class Scores:
     ) -> None:
         self._shelf = shelf
         self._how: dict[str, Any] = {"seed": seed, "resamples": resamples}
-        self._columns: dict[tuple[str, str], dict[Cell, _Column]] = {}
+        self._columns: dict[tuple[str, str], dict[Cell, Column]] = {}
         self._scores: dict[tuple[str, str, tuple[str, ...]], Sampled] = {}
         self._runs: dict[str, dict[str, Found]] = {}
         folders: dict[str, Found] = {}
@@ -113,10 +94,10 @@ class Scores:
             self._runs[suite] = {run.folder: run for run in runs}
             folders |= self._runs[suite]
         for folder in sorted(folders):
-            run = shelf.read(folders[folder])
+            sheet = columns_of(shelf.outcomes(folders[folder]))
             for suite, runs_of in self._runs.items():
                 if folder in runs_of:
-                    self._columns[suite, folder] = _columns(run, suite)
+                    self._columns[suite, folder] = _columns(folders[folder], sheet, suite)
 
     def score(self, run: Found, suite: str, tasks: tuple[str, ...] = ()) -> Sampled:
         """A run's number on a suite or some of its tasks, in units; all runs of the suite are scored at once."""
@@ -196,8 +177,13 @@ class Scores:
         return Stratum(np.stack([one.value_N for one in columns], axis=1), weights, columns[0].clusters_N)
 
 
-def _columns(run: Run, suite: str) -> dict[Cell, _Column]:
-    return {cell: _Column.of(rows) for cell, rows in _rows(run, suite).items()}
+def _columns(run: Found, sheet: Sheet, suite: str) -> dict[Cell, Column]:
+    """A run's outcomes on a suite's headline."""
+    wanted = headline_cells(run.record["headline"], suite)
+    missing = [cell for cell in wanted if (suite, cell) not in sheet]
+    if missing:
+        raise UsageError("no items for a headline metric", where=f"{run.name}, {suite}/{'/'.join(missing[0])}")
+    return {cell: sheet[suite, cell] for cell in wanted}
 
 
 def _rows(run: Run, suite: str) -> dict[Cell, ItemTable]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from prunebench.board.entries import Entry
 from prunebench.mask import canonical_json
-from prunebench.record import Run
 
 __all__ = ["IDENTIFYING", "Cell", "Column", "identifying_cells"]
 
@@ -68,7 +68,7 @@ _PLACE: Final = {
 _SHORT: Final = 8  # characters of a digest that are shown
 
 
-def identifying_cells(runs: Sequence[Run]) -> list[tuple[Cell, ...]]:
+def identifying_cells(runs: Sequence[Entry]) -> list[tuple[Cell, ...]]:
     """One tuple of cells per run, in the order of `IDENTIFYING`; different for any two different run ids."""
     shown = {field: _values(runs, field) for field in _USUAL}
     execution = [field for field, usual in _USUAL.items() if shown[field] != {usual}]
@@ -86,7 +86,7 @@ def identifying_cells(runs: Sequence[Run]) -> list[tuple[Cell, ...]]:
     return [tuple(row.values()) for row in rows]
 
 
-def _values(runs: Sequence[Run], field: str) -> set[str]:
+def _values(runs: Sequence[Entry], field: str) -> set[str]:
     return {str(run.record["identity"][field]) for run in runs}
 
 
@@ -94,7 +94,7 @@ def _size(calibration: Mapping[str, Any]) -> tuple[str, str]:
     return str(calibration.get("blocks")), str(calibration.get("length"))
 
 
-def _cells(run: Run, execution: Sequence[str], *, several_sizes: bool) -> dict[str, Cell]:
+def _cells(run: Entry, execution: Sequence[str], *, several_sizes: bool) -> dict[str, Cell]:
     arm, identity = run.record["arm"], run.record["identity"]
     dense = bool(arm["dense"])
     resolved = arm["resolved_scale"]
@@ -118,7 +118,7 @@ def _method_detail(identity: Mapping[str, Any]) -> str:
     return ", ".join(["given mask"] * given + ([] if given else _parameters(identity["method"])) + seed + quantized)
 
 
-def _operator_detail(run: Run) -> str:
+def _operator_detail(run: Entry) -> str:
     """The file that gives the operator, where the board's word for it is another, and its parameters but the scale."""
     identity = run.record["identity"]
     operator, method = identity["operator"] or {}, identity["method"] or {}
@@ -139,7 +139,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else canonical_json(value)
 
 
-def _ratio(run: Run) -> Cell:
+def _ratio(run: Entry) -> Cell:
     arm = run.record["arm"]
     if arm["dense"]:
         return Cell("0", sort=0.0)
@@ -154,7 +154,7 @@ def _calibration(calibration: Mapping[str, Any] | None, *, with_size: bool) -> C
     return Cell(" ".join(str(word) for word in words if word), f"{blocks} × {length} tokens" if with_size else "")
 
 
-def _named_differences(runs: Sequence[Run]) -> list[dict[str, str]]:
+def _named_differences(runs: Sequence[Entry]) -> list[dict[str, str]]:
     """Per run, by column: the identity fields in which these runs differ, with this run's values."""
     leaves = [dict(_leaves(run.record["identity"])) for run in runs]
     result: list[dict[str, list[str]]] = [{} for _ in runs]
@@ -184,6 +184,6 @@ def _leaves(value: object, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[s
         yield path, value
 
 
-def _run_ids(runs: Sequence[Run]) -> list[dict[str, str]]:
+def _run_ids(runs: Sequence[Entry]) -> list[dict[str, str]]:
     """The last resort, for values that differ but read alike (such as the number 1 and the text "1")."""
     return [{"model": f"run {run.record['run_id']}"} for run in runs]

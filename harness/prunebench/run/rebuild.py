@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.loader import available, load_method_class
 from prunebench.plan import Plan
 from prunebench.record import Run
-from prunebench.run.arm import ArmSpec, PreparedArm, prepare
+from prunebench.run.arm import FIT_FIELDS, ArmSpec, PreparedArm, prepare
+from prunebench.run.reproduce import plan_request_of
 from prunebench.run.session import CACHE, Progress, Session
 
 __all__ = ["rebuild", "spec_of"]
@@ -47,27 +49,18 @@ def spec_of(run: Run, *, model: str | None = None, operator: str | None = None) 
         )
     if run.record["mask"] is None:
         raise UsageError("the run is dense", where=run.name, expected="a pruned run", fix="use the model itself")
-    asked = identity["operator"]
     fitted = run.calibration("fit")
     text = {} if fitted is None else {name: fitted[name] for name in ("text", "blocks", "length", "draw")}
-    layers = identity.get("operator_layers")
-    return ArmSpec(
-        model=model or identity["model"]["name"],
+    unset = dict.fromkeys(("method", "ratio", "keep", "protect", "spare", *FIT_FIELDS))
+    return replace(
+        plan_request_of(run, model=model),
+        **{**unset, **text},
+        parameters=(),
+        scope=ArmSpec.scope,
         mask=str(run.path),
-        operator=operator or _shipped(asked["name"], run),
-        operator_parameters=tuple(f"{name}={_as_text(value)}" for name, value in asked["parameters"].items()),
-        operator_layers=None if layers is None else ",".join(map(str, layers["only"])),
-        scale=asked["scale"],
-        groups=identity.get("groups", ArmSpec.groups),
-        **text,
+        operator=operator or _shipped(identity["operator"]["name"], run),
         # Nothing is evaluated; this suite has its data with it.
         suites=("perplexity",),
-        seed=identity["seed"],
-        device="cpu" if identity["device"].startswith("map:") else identity["device"],
-        dtype=identity["dtype"],
-        device_map=identity["device"].removeprefix("map:") if identity["device"].startswith("map:") else None,
-        experts_implementation=identity["experts_implementation"],
-        batch_tokens=identity["batch_tokens"],
     )
 
 
@@ -122,15 +115,6 @@ def _shipped(name: str, run: Run) -> str:
     raise PrerequisiteError(
         f"operator {name} is not shipped with prunebench", where=run.name, fix="give its file: --operator FILE"
     )
-
-
-def _as_text(value: object) -> str:
-    """A recorded parameter as it is typed on a command line."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return ",".join(_as_text(part) for part in value)
-    return str(value)
 
 
 def _check_same(run: Run, arm: PreparedArm) -> None:

@@ -20,7 +20,7 @@ from prunebench.loader import content_root
 from prunebench.mask import Mask
 from prunebench.plan import FittedPlan, Plan
 from prunebench.quantize import QuantizedModel
-from prunebench.record import SCHEMA, Item, items_to_table, run_id
+from prunebench.record import SCHEMA, Item, items_to_table, run_id, sealed
 from prunebench.replacement import AffineSurvivor, Constant, Survivor, Zero
 from prunebench.routing import Convention, Scale
 from prunebench.run.arm import PreparedArm, calibrations_json, quantization_json
@@ -45,7 +45,7 @@ def record_of(
     protocol: Mapping[str, Any] | None = None,
     quantized: QuantizedModel | None = None,
 ) -> dict[str, Any]:
-    """The record of an arm but for its volatile fields; `fit`, `selection`, `quantization` are there if it was."""
+    """The sealed record of an arm but for its volatile fields; `fit`, `selection`, `quantization` if there was one."""
     spec = arm.spec
     identity = {
         **arm.known,
@@ -56,7 +56,8 @@ def record_of(
         identity["quantize"] = quantization_json(arm, tokens)
     headline = {suite.name: [list(cell) for cell in suite.cells] for suite in arm.suites}
     odd = oddities(items)
-    return {
+    table = items_to_table(items)
+    record = {
         "schema": SCHEMA,
         "status": "complete" if spec.limit is None else "partial",
         "run_id": run_id(identity),
@@ -73,7 +74,7 @@ def record_of(
             "dense": plan is None,
             **({} if arm.quantize is None else {"quantize": arm.quantize.text}),
         },
-        "metrics": metrics_from_items(items_to_table(items), headline),
+        "metrics": metrics_from_items(table, headline),
         "headline": headline,
         "integrity": [check.to_json() for check in checks],
         "storage": storage_of(arm.folder, plan, arm.convention, quantized),
@@ -88,6 +89,7 @@ def record_of(
         **({} if plan is None else _remap(plan, fitted)),
         **({} if plan is None or plan.mask.report is None else {"selection": dict(plan.mask.report)}),
     }
+    return sealed(record, table)
 
 
 def oddities(items: Sequence[Item]) -> dict[str, dict[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prunebench.storage.accounts import ALL_PARTS, Account, Layer, Matrix, Survey, account, is_linear, survey
-from prunebench.storage.matching import Match, gap_text, match
+from prunebench.storage.matching import TOLERANCE, Match, gap_text, match
 from prunebench.storage.quantized import Bits, Packed, bits_per_weight, packed
 from prunebench.storage.saved import (
     INDEX,
@@ -28,6 +28,7 @@ __all__ = [
     "INDEX",
     "PARTS",
     "SINGLE",
+    "TOLERANCE",
     "Account",
     "Bits",
     "Layer",
