@@ -133,7 +133,7 @@ class TaskSuite(Suite):
             for row in self.prepared(task, rows):
                 document = self.document(task, row)
                 if missing := [field for field, value in document.items() if value is None]:
-                    raise ValueError(f"{missing[0]} is null")  # noqa: TRY301  told like any other wrong row
+                    raise ValueError(f"{missing[0]} is null")
                 documents.append({"id": str(len(documents)), **document})
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise UsageError(
