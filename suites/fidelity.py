@@ -27,12 +27,17 @@ class Fidelity(PairSuite):
     needs_dense = True
 
     def document(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        texts = (
-            {"messages": row["messages"]}
-            if "messages" in row
-            else {k: str(row[k]) for k in ("context", "continuation")}
-        )
-        return {"axis": str(row["axis"]), "covered": bool(row["covered"]), **texts}
+        if not isinstance(row["covered"], bool):
+            raise TypeError(f"covered is {row['covered']!r}, expected true or false")
+        chat = "messages" in row
+        texts = {} if chat else {field: row[field] for field in ("context", "continuation")}
+        said = [message[part] for message in row["messages"] for part in ("role", "content")] if chat else []
+        for text in (row["axis"], *texts.values(), *said):
+            if not isinstance(text, str):
+                raise TypeError(f"{text!r} is no text")
+        if not row["axis"]:
+            raise ValueError("the axis has no name")
+        return {"axis": row["axis"], "covered": row["covered"], **({"messages": row["messages"]} if chat else texts)}
 
     def run(self, evaluation: Evaluation) -> list[Item]:
         """Three rows per document."""

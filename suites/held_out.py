@@ -23,7 +23,7 @@ class HeldOut(TaskSuite):
     headline = (("held_out", "none", "nats"),)
 
     def prepared(self, task: str, rows: Any) -> list[Mapping[str, Any]]:
-        return [{"text": block} for block in blocks(str(row["text"]) for row in rows)]
+        return [{"text": block} for block in blocks(row["text"] for row in rows)]
 
     def document(self, task: str, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"text": str(row["text"])}

@@ -23,6 +23,8 @@ class HellaSwag(ChoiceSuite):
     shots = 0
 
     def document(self, task: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(row["endings"], list):
+            raise TypeError("endings are no list")
         context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
         return {
             "query": cleaned(f"{row['activity_label']}: {context}"),

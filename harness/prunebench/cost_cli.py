@@ -93,7 +93,7 @@ def run_cost(options: argparse.Namespace, step: Callable[[str, int, int], None])
     positions = context_length(arms[DENSE].folder)
     settings = CostSettings(
         batches=tuple(dict.fromkeys(options.batch or CostSettings.batches)),
-        prompt=options.prompt if options.prompt is not None else min(_PROMPT, positions - options.decode),
+        prompt=options.prompt if options.prompt is not None else max(1, min(_PROMPT, positions - options.decode)),
         decode=options.decode,
         repeats=options.repeats,
         warmup=options.warmup,

@@ -13,9 +13,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from prunebench.errors import PrerequisiteError, UsageError
 
@@ -80,7 +81,7 @@ def _from_file(path: Path, split: str = "test", group: str | None = None) -> Row
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise PrerequisiteError("cannot read the data", where=str(path), fix=str(error)) from error
     if ".txt" in path.suffixes:
         return [{"text": line} for line in text.split("\n")]
@@ -88,20 +89,29 @@ def _from_file(path: Path, split: str = "test", group: str | None = None) -> Row
         return _grouped(text, path, split, group)
     try:
         # Not splitlines(): JSON strings may hold other line separators than \n.
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.split("\n") if x]
-    except ValueError as error:
+        rows = _json(text) if text.lstrip().startswith("[") else [_json(x) for x in text.split("\n") if x]
+    except (ValueError, RecursionError) as error:
         raise UsageError("the data is no JSON", where=str(path), expected="JSON lines", fix=str(error)) from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError("the data has no rows", where=str(path), expected="one JSON object per line")
     return list(rows)
 
 
+def _json(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> NoReturn:
+    """Python reads NaN and Infinity, which JSON does not have, and which no document can hold."""
+    raise ValueError(f"{name} is no JSON")
+
+
 def _grouped(text: str, path: Path, split: str, group: str) -> Rows:
     """The rows of one split of every group, in the file's order, each with its group's name."""
     try:
-        groups = json.loads(text)
+        groups = _json(text)
         rows = [{group: name, **row} for name, splits in groups.items() for row in splits[split]]
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(
             f"not data by {group} ({error!r})", where=str(path), expected=f'{{{group}: {{"{split}": [row, …]}}, …}}'
         ) from error

@@ -234,6 +234,13 @@ def test_nan_stops_the_run_and_says_where(new_model, tokenizer, data):
     [
         ([{"axis": "a", "covered": True, "context": "x"}], "continuation"),
         ([{"axis": "a", "context": "x", "continuation": "y"}], "covered"),
+        ([{"axis": "a", "covered": "false", "context": "x", "continuation": "y"}], "covered is 'false'"),
+        ([{"axis": None, "covered": True, "context": "x", "continuation": "y"}], "None is no text"),
+        ([{"axis": "", "covered": True, "context": "x", "continuation": "y"}], "no name"),
+        ([{"axis": "a", "covered": True, "context": None, "continuation": "y"}], "None is no text"),
+        ([{"axis": "a", "covered": True, "messages": "hello"}], "indices"),
+        ([{"axis": "a", "covered": True, "messages": [{"role": "assistant"}]}], "content"),
+        ([{"axis": "a", "covered": True, "messages": [{"role": "assistant", "content": 5}]}], "5 is no text"),
         (
             [{"axis": "a", "covered": c, "context": "x", "continuation": "y"} for c in (True, False)],
             "both covered and held out",

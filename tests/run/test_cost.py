@@ -225,3 +225,21 @@ def test_a_wrong_request_is_one_line_before_anything_is_written(model, tmp_path,
     assert says in shown.err
     assert shown.err.count("\n") == 1
     assert not out.parent.exists()
+
+
+def test_more_decoded_than_the_model_has_room_for_is_told_as_it_was_asked(tmp_path, capsys):
+    request = [
+        "cost",
+        "--model",
+        "tiny-olmoe",
+        "--method",
+        "random",
+        "--ratio",
+        "0.5",
+        "--blocks",
+        "2",
+        "--decode",
+        "600",
+    ]
+    assert cli.main([*request, "--out", str(tmp_path / "cost.json")]) == 2
+    assert "1 tokens of prompt and 600 decoded; expected at most 512" in capsys.readouterr().err

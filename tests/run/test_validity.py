@@ -194,6 +194,8 @@ def test_a_larger_sample_of_experts_holds_a_smaller_one():
         sample_experts(moe, 4, [7], 0)
     with pytest.raises(UsageError, match="2 experts per layer are too few to rank"):
         sample_experts(moe, 2, None, 0)
+    with pytest.raises(UsageError, match="17 experts per layer; in layer 0 with 16; expected 3 to 16"):
+        sample_experts(moe, 17, None, 0)
 
 
 def test_words_without_probability_add_nothing_and_infinite_damage_is_refused():

@@ -354,6 +354,9 @@ def test_evalplus_own_loader_gives_the_plus_suites_their_data(tmp_path, monkeypa
         ("other rows", UsageError, "a row is not of this data set (KeyError: 'prompt')"),
         ("twice", UsageError, "repeated ids"),
         ("no gzip", PrerequisiteError, "cannot read the data"),
+        ("bad gzip", PrerequisiteError, "cannot read the data"),
+        ("too deep", UsageError, "the data is no JSON"),
+        ("NaN", UsageError, "NaN is no JSON"),
     ],
 )
 def test_bad_data_are_one_clear_line(tmp_path, source, error, says):
@@ -363,9 +366,12 @@ def test_bad_data_are_one_clear_line(tmp_path, source, error, says):
         "other rows": b'{"task_id": 1}',
         "twice": "".join(json.dumps(HUMANEVAL[0]) + "\n" for _ in range(2)).encode(),
         "no gzip": b"plain",
+        "bad gzip": gzip.compress(b"")[:10] + bytes([7]) * 20,  # a header, and a block of a type that does not exist
+        "too deep": b"[" * 100_000,
+        "NaN": b'{"task_id": NaN}',
     }
     if source in contents:
-        path = tmp_path / ("data.jsonl.gz" if source == "no gzip" else "data.jsonl")
+        path = tmp_path / ("data.jsonl.gz" if source.endswith("gzip") else "data.jsonl")
         path.write_bytes(contents[source])
         source = str(path)
     with pytest.raises(error) as caught:

@@ -10,6 +10,7 @@ import math
 import re
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from prunebench.analysis.recompute import recompute
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.evaluate import Evaluation, Generation, PassageScore, Sampling, Score
 from prunebench.evaluate.sources import splits_of
+from prunebench.evaluate.tasks import ask
 from prunebench.items import items_to_table
 from prunebench.loader import load_suite
 from prunebench.record import Run
@@ -145,6 +147,61 @@ def test_a_missing_split_and_a_wrong_row_are_one_clear_line(folder, tmp_path):
     (tmp_path / "mmlu.json").write_text('{"anatomy": {"test": []}}')
     with pytest.raises(UsageError, match="no rows"):
         load_suite(f"nine_tasks={tmp_path}").documents("mmlu")
+
+
+def test_a_source_that_is_not_there_is_told_as_such(tmp_path):
+    for source in (tmp_path / "nowhere", "evalplus:humaneval"):
+        with pytest.raises(PrerequisiteError, match=f"no such file or folder; in --suite gsm8k={source}"):
+            load_suite(f"gsm8k={source}").documents("gsm8k")
+
+
+ENDINGS = {"ctx_a": "A", "ctx_b": "b", "activity_label": "c", "endings": ["d", "e"], "label": "1"}
+COPA = {"premise": "It fell.", "choice1": "A b.", "choice2": "C d.", "question": "cause", "label": 0}
+PROBLEM = {"question": "One?", "answer": "#### 1"}
+
+
+@pytest.mark.parametrize(
+    ("suite", "task", "row", "says"),
+    [
+        ("gsm8k", "gsm8k", {**PROBLEM, "question": None}, "question is null.*behind 1 good rows"),
+        ("wikitext", "wikitext", {"text": 1}, "no attribute 'removesuffix'"),
+        ("wikitext", "wikitext", {"lines": ""}, "KeyError: 'text'"),
+        ("held_out", "held_out", {"text": None}, "no attribute 'removesuffix'"),
+        ("held_out", "held_out", {"page": ""}, "KeyError: 'text'"),
+        ("hellaswag", "hellaswag", {**ENDINGS, "endings": "de"}, "endings are no list"),
+    ],
+)
+def test_rows_that_are_not_of_a_data_set_are_refused_before_anything_is_asked(tmp_path, suite, task, row, says):
+    good = {"gsm8k": PROBLEM, "hellaswag": ENDINGS}.get(task, {"text": "= T = \n"})
+    file = tmp_path / "data.jsonl"
+    file.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n", encoding="utf-8")
+    (tmp_path / "data-train.jsonl").write_text(json.dumps(good), encoding="utf-8")
+    with pytest.raises(UsageError, match=says):
+        load_suite(f"{suite}={file}").documents(task)
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "says"),
+    [
+        ("hellaswag", {**ENDINGS, "label": -1}, "hellaswag, document 1; .*a split with labels"),
+        ("hellaswag", {**ENDINGS, "label": 2}, "choice 2 of 2 is the right one; in hellaswag, document 1"),
+        ("hellaswag", {**ENDINGS, "endings": ["d"], "label": 0}, "choice 0 of 1"),
+        ("copa", {**COPA, "question": "why"}, "no attribute 'why'.*in copa, document 1"),
+        ("copa", {**COPA, "choice1": ""}, "no element 0.*in copa, document 1"),
+        ("copa", {**COPA, "label": "x"}, "ArrowInvalid.*suite nine_tasks, task copa"),
+        ("copa", {**COPA, "premise": "a\ud800"}, "UnicodeEncodeError.*suite nine_tasks, task copa"),
+        ("gsm8k", PROBLEM, "Sample larger than population.*in gsm8k, document 0"),
+    ],
+)
+def test_documents_that_cannot_be_asked_are_named_in_one_line(tmp_path, task, row, says):
+    good = {"hellaswag": ENDINGS, "copa": COPA, "gsm8k": PROBLEM}[task]
+    (tmp_path / f"{task}.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n", encoding="utf-8")
+    (tmp_path / f"{task}-train.jsonl").write_text(json.dumps(good), encoding="utf-8")
+    suite = load_suite(f"{'nine_tasks' if task == 'copa' else task}={tmp_path}")
+    evaluation = SimpleNamespace(limit=None, shard=(0, 1), chat=None, sampling=None)
+    with pytest.raises(UsageError, match=says) as caught:
+        ask(evaluation, suite, task)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_changed_file_is_read_anew_and_is_another_identity(folder, tmp_path):

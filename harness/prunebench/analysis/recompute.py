@@ -92,7 +92,11 @@ def recompute(run: Run, documents: Documents | None = None) -> Recomputed:
     for item in run.items.items():
         document = (documents or {}).get((item.suite, item.task, item.item.partition("#")[0]))
         cell = f"{item.suite}/{item.task}/{item.filter}/{item.metric}"
-        by_cell.setdefault(cell, []).append((item, _fault(item, document)))
+        try:
+            fault = _fault(item, document)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # a detail that no run writes
+            fault = f"its detail cannot be decided ({type(error).__name__}: {error})"
+        by_cell.setdefault(cell, []).append((item, fault))
     cells = []
     for cell, rows in sorted(by_cell.items()):
         faults = [(item, fault) for item, fault in rows if fault not in {"", None}]

@@ -91,6 +91,12 @@ class TaskSuite(Suite):
         if self.source.startswith(HUB):
             return hub if self.source == HUB else self.source
         folder = Path(self.source).expanduser()
+        if not folder.exists():
+            raise PrerequisiteError(
+                "no such file or folder",
+                where=f"--suite {self.name}={self.source}",
+                expected=f"a folder of data files, a file, {HUB} or {HUB}ID[@REV]",
+            )
         if folder.is_dir():
             if (found := file_in(folder, file)) is None:
                 raise PrerequisiteError(
@@ -122,13 +128,18 @@ class TaskSuite(Suite):
         stated: Mapping[str, Any] = config.get("metadata") or {}
         self._fields[task] = tuple(stated.get("fields", ()))
         group = stated.get("group")
-        rows = self.prepared(task, read_rows(where, config=config.get("dataset_name"), split=split, group=group))
+        rows = read_rows(where, config=config.get("dataset_name"), split=split, group=group)
+        documents: list[dict[str, Any]] = []
         try:
-            documents = [{"id": str(place), **self.document(task, row)} for place, row in enumerate(rows)]
+            for row in self.prepared(task, rows):
+                document = self.document(task, row)
+                if missing := [field for field, value in document.items() if value is None]:
+                    raise ValueError(f"{missing[0]} is null")
+                documents.append({"id": str(len(documents)), **document})
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise UsageError(
                 f"a row is not of this data set ({type(error).__name__}: {error})",
-                where=f"suite {self.name}, {where}",
+                where=f"suite {self.name}, {where}, behind {len(documents)} good rows",
                 expected=f"the rows of {task}",
             ) from error
         if not documents:

@@ -8,7 +8,8 @@ cache of `datasets` can serve an old version of the file, and nothing looks at t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,6 +144,35 @@ def _local_task_class() -> Any:
     return LocalTask
 
 
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """What lm-eval cannot make of a document, whatever it raises then, as one line that says which."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
+        raise UsageError(
+            f"lm-eval can make no request of the data ({type(error).__name__}: {error})",
+            where=where,
+            expected="documents with what the task's file asks for, of one type in all rows, and enough examples",
+        ) from error
+
+
+def _check_gold(task: Any, doc: Mapping[str, Any], where: str) -> None:
+    """Refuse a choice task's document without a right choice, such as one of an unlabelled test split."""
+    if task.config.output_type != "multiple_choice":
+        return
+    count, gold = len(_choices_of(task, doc)), _gold_of(task, doc)
+    if count < 2 or int(gold) not in range(count):
+        raise UsageError(
+            f"choice {gold} of {count} is the right one",
+            where=where,
+            expected="two or more choices, and the number of one of them, from 0",
+            fix="give a split with labels",
+        )
+
+
 def _requests(task: Any, limit: int | None, shard: tuple[int, int], chat: Chat | None) -> list[list[Any]]:
     """A task's requests, document by document.
 
@@ -161,21 +191,24 @@ def _requests(task: Any, limit: int | None, shard: tuple[int, int], chat: Chat |
     pools = _pools(task) if shots else None
     part, parts = shard
     for doc_id, doc in task.doc_iterator(limit=limit):
-        if doc_id % parts != part:
-            if shots:
-                own_split = task.fewshot_cfg.split == task.config.test_split
-                task.sampler.sample(n=shots, eval_doc=doc if own_split else None)
-            continue
-        if pools is not None:
-            task.sampler.replace_df(pools[doc[_group(task)]])
-        context = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=task.doc_to_prefix(doc), **options)
-        built = task.construct_requests(
-            doc=doc,
-            ctx=context,
-            metadata=(task.config.task, doc_id, task.config.repeats),
-            apply_chat_template=chat is not None,
-        )
-        groups.append(built if isinstance(built, list) else [built])
+        where = f"{task.config.task}, document {doc_id}"
+        with _naming(where):
+            if doc_id % parts != part:
+                if shots:
+                    own_split = task.fewshot_cfg.split == task.config.test_split
+                    task.sampler.sample(n=shots, eval_doc=doc if own_split else None)
+                continue
+            _check_gold(task, doc, where)
+            if pools is not None:
+                task.sampler.replace_df(pools[doc[_group(task)]])
+            context = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=task.doc_to_prefix(doc), **options)
+            built = task.construct_requests(
+                doc=doc,
+                ctx=context,
+                metadata=(task.config.task, doc_id, task.config.repeats),
+                apply_chat_template=chat is not None,
+            )
+            groups.append(built if isinstance(built, list) else [built])
     return groups
 
 
@@ -274,7 +307,9 @@ def ask(evaluation: Evaluation, suite: Suite, task: str) -> list[Answer]:
 
     With n samples per item there are n answers per document, which follow each other.
     """
-    lm_task = load_task(suite.task_file(task), suite.documents(task), suite.shots)
+    documents = suite.documents(task)
+    with _naming(f"suite {suite.name}, task {task}"):
+        lm_task = load_task(suite.task_file(task), documents, suite.shots)
     groups = lm_task.build(evaluation.limit, shard=evaluation.shard, chat=evaluation.chat)
     instances = [instance for group in groups for instance in group]
     if not instances:

@@ -76,7 +76,7 @@ def sample_experts(
     """Which experts are deleted: of each layer so many at random, or all; a larger sample holds a smaller one.
 
     Raises:
-        UsageError: layers that do not exist, fewer than 3 experts.
+        UsageError: layers that do not exist, fewer than 3 experts, more than a layer has.
     """
     known = [shape.index for shape in moe.shapes]
     if unknown := sorted(set(layers or ()) - set(known)):
@@ -86,6 +86,13 @@ def sample_experts(
     chosen = {}
     for shape in moe.shapes:
         if layers is None or shape.index in layers:
+            if count is not None and count > shape.experts:
+                raise UsageError(
+                    f"{count} experts per layer",
+                    where=f"layer {shape.index} with {shape.experts}",
+                    expected=f"3 to {shape.experts}",
+                    fix="leave out --experts for all",
+                )
             order = np.random.default_rng([seed, shape.index]).permutation(shape.experts)
             chosen[shape.index] = tuple(sorted(order[:count].tolist()))
     return chosen
