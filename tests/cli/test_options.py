@@ -105,7 +105,7 @@ OPTIONS = {
 def verbs(parser: argparse.ArgumentParser | None = None, before: str = "") -> dict[str, argparse.ArgumentParser]:
     """Every verb, those below another one by both names."""
     found = {}
-    for action in (parser or cli._parser())._actions:
+    for action in (parser or cli.parser())._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, sub in action.choices.items():
                 found |= verbs(sub, f"{before}{name} ") or {f"{before}{name}": sub}

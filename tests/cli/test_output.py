@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from prunebench import cli
+from prunebench.cli import command as commands
 from prunebench.errors import PrerequisiteError
 
 
@@ -20,6 +22,17 @@ from prunebench.errors import PrerequisiteError
 def quick(model, suite, tmp_path) -> list[str]:
     """Arguments of a quick run."""
     return ["run", "--model", model, "--suite", suite, "--blocks", "8", "--length", "32", "--out", str(tmp_path / "o")]
+
+
+@pytest.fixture
+def listing(monkeypatch):
+    """Puts something else in place of `prunebench list`."""
+
+    def put(run):
+        others = [verb for verb in commands._VERBS if verb[0] != "list"]
+        monkeypatch.setattr(commands, "_VERBS", (("list", commands._nothing, run, ""), *others))
+
+    return put
 
 
 @pytest.fixture
@@ -146,19 +159,19 @@ def test_model_folders_may_be_given_relative_to_where_one_is(typed, quick, tmp_p
     assert data["record"]["arm"]["model"] == "rand"
 
 
-def test_a_terminal_that_cannot_show_our_letters_is_no_reason_to_fail(monkeypatch):
+def test_a_terminal_that_cannot_show_our_letters_is_no_reason_to_fail(monkeypatch, listing):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     assert cli.main(["run", "--help"]) == 0
-    monkeypatch.setattr(cli, "_list", lambda _: (0, {"name": "α"}, "α × β"))
+    listing(lambda _: (0, {"name": "α"}, "α × β"))
     assert cli.main(["list"]) == 0
     out.seek(0)
     assert "\\u03b1" in out.read()
 
 
 def test_a_missing_package_is_exit_code_3_and_named(monkeypatch, capsys):
-    find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
     assert cli.main(["check-env", "--json"]) == PrerequisiteError.exit_code
     shown = capsys.readouterr()
     assert {"what": "lm_eval", "state": "missing", "need": "needed"} in json.loads(shown.out)
@@ -166,11 +179,11 @@ def test_a_missing_package_is_exit_code_3_and_named(monkeypatch, capsys):
     assert "missing: lm_eval" in shown.err
 
 
-def test_an_interrupt_is_one_line_and_exit_code_130(monkeypatch, capsys):
+def test_an_interrupt_is_one_line_and_exit_code_130(listing, capsys):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_list", interrupted)
+    listing(interrupted)
     assert cli.main(["list"]) == 130
     assert capsys.readouterr().err == "prunebench list: interrupted; finished runs are kept\n"
 
@@ -193,9 +206,9 @@ def test_the_reader_of_our_output_may_leave_early(arguments):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_standard_output_may_be_closed(monkeypatch):
+def test_standard_output_may_be_closed(monkeypatch, listing):
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(cli, "_list", lambda _: (0, {}, "text"))
+    listing(lambda _: (0, {}, "text"))
     assert cli.main(["list"]) == 0
 
 

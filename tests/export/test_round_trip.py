@@ -13,7 +13,8 @@ from export_material import evaluated, logits, open_base, plan_for, pruned_model
 from vllm_reader import read_model
 
 import prunebench
-from prunebench import cli, export_cli
+from prunebench import cli
+from prunebench.cli import export as export_verbs
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.export import FORMATS, Scheme, Settings, export_run, load, verify, write_export
 from prunebench.loader import content_root
@@ -155,7 +156,7 @@ def test_the_commands_from_run_to_verified_export(runs, model, tmp_path, capsys,
 
 
 def test_the_command_line_knows_the_formats():
-    assert export_cli.FORMATS == FORMATS
+    assert export_verbs.FORMATS == FORMATS
 
 
 FRESH = """

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from prunebench.cli.mask_studies import STUDIES, add_calibration, add_machine, add_studies
+from prunebench.cli.shared import Result, Step, watched
 from prunebench.errors import UsageError
 from prunebench.mask import Mask
-from prunebench.mask_studies import STUDIES, Result, add_calibration, add_machine, add_studies
 
 __all__ = ["add_mask_verbs", "add_selection", "run_mask_verb"]
 
@@ -67,7 +68,8 @@ def add_mask_verbs(parser: argparse.ArgumentParser) -> None:
     add_studies(verb)
 
 
-def run_mask_verb(options: argparse.Namespace, step: Callable[[str, int, int], None]) -> Result:
+@watched
+def run_mask_verb(options: argparse.Namespace, step: Step) -> Result:
     """Exit code, result as JSON data, and as text.
 
     Args:
@@ -81,7 +83,7 @@ def run_mask_verb(options: argparse.Namespace, step: Callable[[str, int, int], N
     return _VERBS[options.mask_verb](options)
 
 
-def _compute(options: argparse.Namespace, step: Callable[[str, int, int], None]) -> Result:
+def _compute(options: argparse.Namespace, step: Step) -> Result:
     from prunebench.moe import quiet_libraries
     from prunebench.run import ArmSpec, Session
     from prunebench.run.arm import prepare

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
+from prunebench.cli.mask_studies import add_calibration
+from prunebench.cli.masks import add_selection
+from prunebench.cli.shared import Result, Step, watched
 from prunebench.errors import UsageError
-from prunebench.mask_cli import add_selection
-from prunebench.mask_studies import add_calibration
 
 __all__ = ["add_cost", "run_cost"]
-
-Result: TypeAlias = tuple[int, object, str]
 
 OPERATORS: Final = ("constant", "tilt", "reroute")
 _PROMPT: Final = 512  # 2610.41366 App. F.1, or what the model has room for
@@ -56,7 +55,8 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the JSON goes")
 
 
-def run_cost(options: argparse.Namespace, step: Callable[[str, int, int], None]) -> Result:
+@watched
+def run_cost(options: argparse.Namespace, step: Step) -> Result:
     """Time the arms, write the file, and show the table.
 
     Args:

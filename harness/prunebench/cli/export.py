@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+
+from prunebench.cli.shared import Result, Step, watched
 
 __all__ = ["add_export", "add_verify", "run_export", "run_verify"]
 
-Result: TypeAlias = tuple[int, object, str]
 FORMATS = ("native", "hf", "vllm-mone", "ct")
 
 
@@ -41,7 +40,8 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: as evaluated)")
 
 
-def run_export(options: argparse.Namespace, step: Callable[[str, int, int], None]) -> Result:
+@watched
+def run_export(options: argparse.Namespace, step: Step) -> Result:
     """Exit code, result as JSON data, and as text.
 
     Args:

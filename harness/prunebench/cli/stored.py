@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
+from prunebench.cli.shared import Result
 from prunebench.errors import UsageError
 from prunebench.mask import Budget, LayerShape
 from prunebench.storage import (
@@ -29,8 +30,6 @@ from prunebench.storage import (
 )
 
 __all__ = ["add_bytes", "run_bytes"]
-
-Result: TypeAlias = tuple[int, object, str]
 
 ARMS: Final = ("w4", "w3", "w2", "e3a4", "e2a4")
 _AS_SAVED: Final = "w16"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from prunebench.cli.shared import Result, Step
 from prunebench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,10 +18,7 @@ if TYPE_CHECKING:
     from prunebench.run.stability import Spread
     from prunebench.run.validity import ScoreValidity
 
-__all__ = ["STUDIES", "Result", "add_calibration", "add_machine", "add_studies"]
-
-Result: TypeAlias = tuple[int, object, str]
-Step: TypeAlias = Callable[[str, int, int], None]
+__all__ = ["STUDIES", "add_calibration", "add_machine", "add_studies"]
 
 
 class _Verb(Protocol):
