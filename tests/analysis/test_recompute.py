@@ -57,3 +57,16 @@ def test_a_detail_that_cannot_be_decided_is_a_row_that_differs(change, says):
     assert f"cannot be decided ({says}" in faulty[0].first
     assert faulty[0].agree == faulty[0].rows - 1
     assert not report.agrees
+
+
+@pytest.mark.parametrize("detail", ["{}", "[]", '{"gold":1}'])
+def test_an_emptied_detail_is_not_believed_where_others_can_be_decided(detail):
+    run = read_run(runs_under(RECORDS).runs[0])
+    items = list(run.items.items())
+    place = next(place for place, item in enumerate(items) if "loglikelihoods" in json.loads(item.detail))
+    items[place] = dataclasses.replace(items[place], detail=detail)
+    report = recompute(dataclasses.replace(run, items=items_to_table(items)), stored_documents(run))
+    (faulty,) = (cell for cell in report.cells if cell.first)
+    assert (faulty.agree, faulty.believed) == (faulty.rows - 1, 0)
+    assert "nothing to decide by" in faulty.first
+    assert not report.agrees

@@ -12,20 +12,7 @@ from prunebench import cli
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "leaderboard" / "records" / "tiny" / "tiny-olmoe"
 
-# Public facts: config.json of allenai/OLMoE-1B-7B-0125.
-OLMOE = {
-    "architectures": ["OlmoeForCausalLM"],
-    "model_type": "olmoe",
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
-}
+OLMOE = json.loads((Path(__file__).parents[1] / "configs" / "olmoe.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -129,6 +116,21 @@ def test_a_run_takes_no_budget(capsys):
     code, _, err = asked(capsys, str(RUNS / "mone-ratio0.5-constant-A"), "--ratio", "0.5")
     assert code == 2
     assert "a run has its own mask" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--operator", "tilt"], "--operator tilt"),
+        (["--rank", "0"], "--rank 0"),
+        (["--slice-router"], "--slice-router"),
+    ],
+)
+def test_what_says_how_to_prune_is_refused_where_nothing_is_pruned(olmoe, capsys, given, named):
+    code, out, err = asked(capsys, olmoe, *given)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{named} has nothing to say" in err
+    assert "give --ratio" in err
 
 
 def test_a_config_that_is_no_json_is_one_line(tmp_path, capsys):

@@ -97,6 +97,15 @@ def test_every_verb_prints_one_document(quick, track, tmp_path, capsys):
     assert document(capsys, *quick)["reused"] is True
 
 
+def test_a_run_that_cannot_be_unpacked_is_not_called_done(quick, tmp_path, capsys):
+    folder = Path(document(capsys, *quick)["folder"])
+    document(capsys, *quick, "--method", "random", "--keep", "8")
+    assert document(capsys, "pack", tmp_path / "o")["changed"] == 2
+    shutil.rmtree(tmp_path / "o" / "questions")
+    assert cli.main(["pack", str(folder), "--unpack"]) == 3
+    assert "left out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["run", "grid"])
 def test_a_dry_run_writes_nothing(verb, quick, track, tmp_path, capsys):
     arguments = quick if verb == "run" else ["grid", str(track), "--out", str(tmp_path / "o")]

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from prunebench import cli
 
-# Public facts: config.json of allenai/OLMoE-1B-7B-0125.
-OLMOE = {
-    "architectures": ["OlmoeForCausalLM"],
-    "model_type": "olmoe",
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
-}
+OLMOE = json.loads((Path(__file__).parents[1] / "configs" / "olmoe.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,40 +14,11 @@ from prunebench.fit import ModelSize, copy_size, cost, extra_experts, model_size
 from prunebench.fit.counts import OPERATORS
 from prunebench.testing import FAMILIES, random_model
 
-# Public facts: config.json of allenai/OLMoE-1B-7B-0125, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B.
-OLMOE = {
-    "model_type": "olmoe",
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
-}
-_DEEPSEEK = {
-    "hidden_size": 2048,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "tie_word_embeddings": False,
-}
-LITE = {"model_type": "deepseek_v2", "vocab_size": 102400, "intermediate_size": 10944, **_DEEPSEEK}
-MOONLIGHT = {"model_type": "deepseek_v3", "vocab_size": 163840, "intermediate_size": 11264, **_DEEPSEEK}
+CONFIGS = Path(__file__).parents[1] / "configs"
+OLMOE, LITE, MOONLIGHT = (
+    json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("olmoe", "deepseek-v2-lite", "moonlight")
+)
 
 HALF = Budget.of_ratio("0.5")
 

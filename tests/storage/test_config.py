@@ -14,35 +14,11 @@ from prunebench.storage import Bits, account, config_tensors, part_of, read_head
 
 ZOO = Path(__file__).parents[2] / "fixtures" / "zoo"
 
-# Public facts: config.json of allenai/OLMoE-1B-7B-0125, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B.
-OLMOE = {
-    "model_type": "olmoe",
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "tie_word_embeddings": False,
-}
-_DEEPSEEK = {
-    "hidden_size": 2048,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "torch_dtype": "bfloat16",
-}
-LITE = {"model_type": "deepseek_v2", "vocab_size": 102400, "intermediate_size": 10944, **_DEEPSEEK}
-MOONLIGHT = {"model_type": "deepseek_v3", "vocab_size": 163840, "intermediate_size": 11264, **_DEEPSEEK}
+CONFIGS = Path(__file__).parents[1] / "configs"
+OLMOE, LITE, MOONLIGHT = (
+    json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("olmoe", "deepseek-v2-lite", "moonlight")
+)
 MODELS = {"OLMoE": OLMOE, "DeepSeek-V2-Lite": LITE, "Moonlight": MOONLIGHT}
 
 # Values stored per pruned expert: nothing, MoNE's mean, the tilt of rank 32 (App. B.2).

@@ -99,8 +99,10 @@ def recompute(run: Run, documents: Documents | None = None) -> Recomputed:
         by_cell.setdefault(cell, []).append((item, fault))
     cells = []
     for cell, rows in sorted(by_cell.items()):
-        faults = [(item, fault) for item, fault in rows if fault not in {"", None}]
-        believed = sum(fault is None for _, fault in rows)
+        decided = any(fault is not None for _, fault in rows)  # a cell is decided whole, or not at all
+        missing = "its detail has nothing to decide by, as others' have" if decided else ""
+        faults = [(item, fault or missing) for item, fault in rows if fault or (fault is None and decided)]
+        believed = 0 if decided else len(rows)
         first = f"{faults[0][0].item}: {faults[0][1]}" if faults else ""
         cells.append(CellReport(cell, len(rows), len(rows) - believed - len(faults), believed, first))
     stated = run.record["metrics"]

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from prunebench.cli.shared import Progress, Result
+from prunebench.errors import PrerequisiteError
 
 __all__ = [
     "add_pack",
@@ -99,7 +100,7 @@ def run_recompute(options: argparse.Namespace) -> Result:
 
 
 def run_pack(options: argparse.Namespace) -> Result:
-    """Pack or unpack records."""
+    """Pack or unpack records; exit 3 if there was none that could be."""
     from prunebench.packing import pack, unpack
 
     result = (unpack if options.unpack else pack)(options.records)
@@ -108,4 +109,5 @@ def run_pack(options: argparse.Namespace) -> Result:
     word = "unpacked" if options.unpack else "packed"
     sizes = " to ".join(f"{size / 1e6:.2f}" for size in (result.bytes_before, result.bytes_after))
     text = f"{result.changed} runs {word}, {result.kept} already, {result.tables} tables of questions; {sizes} MB"
-    return 0, result.to_json(), text
+    nothing = result.left_out and not (result.changed or result.kept)
+    return PrerequisiteError.exit_code if nothing else 0, result.to_json(), text

@@ -51,8 +51,8 @@ def add_bytes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", action="append", default=[], type=int, help="also with so many experts kept per layer (repeatable)"
     )
-    parser.add_argument("--operator", default="constant", help="what answers pruned slots (default %(default)s)")
-    parser.add_argument("--rank", type=int, default=32, help="of the tilt, as for params (default %(default)s)")
+    parser.add_argument("--operator", help=f"what answers pruned slots (default {_OPERATOR})")
+    parser.add_argument("--rank", type=int, help=f"of the tilt, as for params (default {_RANK})")
     parser.add_argument(
         "--slice-router",
         action="store_true",
@@ -113,6 +113,8 @@ class _Pruning:
         return _Arm(self.name, bits, found)
 
 
+_OPERATOR: Final = "constant"
+_RANK: Final = 32
 _NOTHING: Final = _Pruning("", {}, 0, keep_router_rows=True)
 
 
@@ -121,6 +123,7 @@ def run_bytes(options: argparse.Namespace) -> Result:
     names = list(dict.fromkeys([_AS_SAVED, *(options.arm or ARMS)]))
     settings = {name: Bits.named(name, group=options.group, zeros=options.zeros) for name in names}
     source = _read(options.source, config_only=options.config_only)
+    _check_pruning(options, source)
     pruner = _Pruner.of(options, source) if source.run is None and _prunes(options) else None
     prunings = _prunings(options, source, pruner)
     arms = [pruning.arm(source.model, bits) for pruning in (_NOTHING, *prunings) for bits in settings.values()]
@@ -141,7 +144,7 @@ def run_bytes(options: argparse.Namespace) -> Result:
         "group": options.group,
         "zeros": options.zeros,
         "tolerance": options.tolerance,
-        "operator": None if source.run is not None else options.operator,
+        "operator": None if source.run is not None else options.operator or _OPERATOR,
         "arms": [{"arm": arm.name, "of_dense": arm.account.total / dense, **arm.account.to_json()} for arm in arms],
         "gaps": {name: {other: one.to_json() for other, one in row.items()} for name, row in gaps.items()},
         **({"match": {"arm": options.match, "nearest": _matches_json(matches)}} if options.match else {}),
@@ -210,14 +213,28 @@ def _prunes(options: argparse.Namespace) -> bool:
     return bool(options.ratio or options.keep or options.match)
 
 
+def _check_pruning(options: argparse.Namespace, source: _Source) -> None:
+    """Raise for options of pruning where there is nothing for them to say."""
+    if source.run is not None and (options.ratio or options.keep):
+        raise UsageError("a run has its own mask", expected="no --ratio and no --keep", fix="give its model")
+    if source.run is None and _prunes(options):
+        return
+    for name in ("operator", "rank", "slice_router"):
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            raise UsageError(
+                f"--{name.replace('_', '-')}{'' if value is True else f' {value}'} has nothing to say",
+                expected="a model that is pruned here" if source.run is None else "no such option: a run has its own",
+                fix="give --ratio, --keep or --match" if source.run is None else "give its model",
+            )
+
+
 def _prunings(options: argparse.Namespace, source: _Source, pruner: _Pruner | None) -> list[_Pruning]:
     """The ways of pruning that were asked for, or the run's own."""
     if source.run is None:
         budgets = [(f"ratio {ratio}", Budget.of_ratio(ratio)) for ratio in options.ratio]
         budgets += [(f"keep {keep}", Budget(keep=keep)) for keep in options.keep]
         return [] if pruner is None else [pruner.prune(name, budget) for name, budget in budgets]
-    if options.ratio or options.keep:
-        raise UsageError("a run has its own mask", expected="no --ratio and no --keep", fix="give its model")
     return [] if source.run["mask"] is None else [_of_run(source.run, source.model)]
 
 
@@ -254,11 +271,12 @@ class _Pruner:
 
         quiet_libraries()
         model = empty_model(source.config.parent if source.config.name == "config.json" else source.config)
-        values = stored_per_expert(model_size(model), options.operator, rank=options.rank)
+        operator, rank = options.operator or _OPERATOR, _RANK if options.rank is None else options.rank
+        values = stored_per_expert(model_size(model), operator, rank=rank)
         matrix = source.model.layers[0].matrices[0]
         if values and options.slice_router:
             raise UsageError(
-                f"{options.operator} keeps the slots of pruned experts, so their router rows stay",
+                f"{operator} keeps the slots of pruned experts, so their router rows stay",
                 fix="leave out --slice-router, or give --operator reroute",
             )
         return cls(
