@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from prunebench import cli
 from prunebench.analysis.recompute import recompute
-from prunebench.board import load_runs
-from prunebench.errors import UsageError
+from prunebench.board import build_board
+from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.evaluate import Evaluation, engine, sharing, walks
 from prunebench.items import items_to_table
 from prunebench.record import comparable, read_run, write_run
@@ -211,9 +211,8 @@ def test_nan_in_a_choice_flags_the_run_and_keeps_it_off_the_board(ask, tmp_path,
     assert outcome.run.invalid == 1
     assert outcome.run.record["evaluation"]["items"]["hellaswag"]["invalid"] == 1
     assert recompute(outcome.run).agrees
-    runs, left_out = load_runs(tmp_path)
-    assert not runs
-    assert "NaN" in str(left_out[0])
+    with pytest.raises(PrerequisiteError, match="1 questions answered with NaN or infinite logits"):
+        build_board(tmp_path)
 
 
 def test_nan_in_the_tiny_world_flags_the_run_too(spec, tmp_path, monkeypatch):

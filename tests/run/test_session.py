@@ -158,7 +158,7 @@ def test_the_dense_model_runs_without_hooks(spec, tmp_path, monkeypatch):
     seen = {}
     evaluate = session_module.Session._evaluate
 
-    def watch(self, arm, loaded, plan, journal):
+    def watch(self, arm, loaded, *given):
         first = arm.suites[0]
         run = type(first).run
 
@@ -168,7 +168,7 @@ def test_the_dense_model_runs_without_hooks(spec, tmp_path, monkeypatch):
 
         monkeypatch.setattr(type(first), "run", counted)
         try:
-            return evaluate(self, arm, loaded, plan, journal)
+            return evaluate(self, arm, loaded, *given)
         finally:
             monkeypatch.setattr(type(first), "run", run)
 

@@ -270,7 +270,7 @@ ALONE = {
     "an item flipped, all else made to agree": (flipped, ("decision", "should be 0.0")),
     "an item right that the detail does not tell": (
         lambda items: [change(one, detail="{}") if one.metric == "nll" else one for one in items],
-        ("decision", "detail lacks what decides it"),
+        ("decision", "its detail cannot be decided"),
     ),
     "errors dropped from the denominator, in a run alone": (without_first, ("count", "items are short")),
 }
