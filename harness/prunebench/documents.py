@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from prunebench.errors import PrerequisiteError, UsageError
 
@@ -89,7 +89,7 @@ def _from_file(path: Path, split: str = "test", group: str | None = None) -> Row
         return _grouped(text, path, split, group)
     try:
         # Not splitlines(): JSON strings may hold other line separators than \n.
-        rows = _json(text) if text.lstrip().startswith("[") else [_json(x) for x in text.split("\n") if x]
+        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.split("\n") if x]
     except (ValueError, RecursionError) as error:
         raise UsageError("the data is no JSON", where=str(path), expected="JSON lines", fix=str(error)) from error
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -97,19 +97,10 @@ def _from_file(path: Path, split: str = "test", group: str | None = None) -> Row
     return list(rows)
 
 
-def _json(text: str) -> Any:
-    return json.loads(text, parse_constant=_no_number)
-
-
-def _no_number(name: str) -> NoReturn:
-    """Python reads NaN and Infinity, which JSON does not have, and which no document can hold."""
-    raise ValueError(f"{name} is no JSON")
-
-
 def _grouped(text: str, path: Path, split: str, group: str) -> Rows:
     """The rows of one split of every group, in the file's order, each with its group's name."""
     try:
-        groups = _json(text)
+        groups = json.loads(text)
         rows = [{group: name, **row} for name, splits in groups.items() for row in splits[split]]
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(

@@ -234,6 +234,7 @@ def suite_content(suite: Suite) -> str:
 
     Raises:
         PrerequisiteError: if one of the files is missing.
+        UsageError: if a document holds NaN or infinity.
     """
     paths = [suite.file, *(file.path for file in suite.task_files)]
     paths += [path for file in suite.task_files for _, path in sorted(file.data_files.items())]
@@ -246,7 +247,15 @@ def suite_content(suite: Suite) -> str:
         digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
     for task in suite.tasks:
         if (documents := suite.documents(task)) is not None:
-            content = canonical_json(documents).encode(errors="surrogatepass")
+            try:
+                content = canonical_json(documents).encode(errors="surrogatepass")
+            except ValueError as error:  # Python reads NaN and Infinity, and MBPP+ has them in texts of inputs
+                raise UsageError(
+                    "a document holds NaN or infinity",
+                    where=f"suite {suite.name}, task {task}",
+                    expected="numbers that JSON has",
+                    fix="give data without them",
+                ) from error
             digest.update(f"{task}\0{len(content)}\0".encode() + content)
     if suite.bos != Suite.bos:
         digest.update(f"bos\0{suite.bos}\0".encode())
