@@ -133,6 +133,32 @@ def test_what_says_how_to_prune_is_refused_where_nothing_is_pruned(olmoe, capsys
     assert "give --ratio" in err
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_hidden_layers": "16"}, "num_hidden_layers is '16'"),
+        ({"num_experts_per_tok": "8"}, "num_experts_per_tok"),  # which only a model needs
+    ],
+)
+def test_a_config_of_odd_numbers_is_one_line_that_says_where(tmp_path, capsys, change, says):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(OLMOE | change))
+    code, out, err = asked(capsys, str(path), "--ratio", "0.5")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+    assert str(path.parent) in err
+
+
+def test_a_model_without_experts_is_told_by_its_file(tmp_path, capsys):
+    lite = json.loads((Path(__file__).parents[1] / "configs" / "deepseek-v2-lite.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(lite | {"first_k_dense_replace": 27}))
+    code, _, err = asked(capsys, str(path))
+    assert code == 2
+    assert f"no routed experts; in {path}" in err
+
+
 def test_a_config_that_is_no_json_is_one_line(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{")
     code, _, err = asked(capsys, str(tmp_path / "config.json"))

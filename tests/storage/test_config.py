@@ -122,7 +122,17 @@ def test_experts_of_large_models_take_the_formulas_bits():
         ({"hidden_size": "2048"}, "hidden_size is '2048'"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
-        ({"mlp_bias": True}, "mlp_bias is not counted here"),
+        ({"mlp_bias": True}, "mlp_bias True is not counted here; in here"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not counted here"),
+        ({"num_experts": 0}, "num_experts is 0; in here; expected a whole number from 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads is '8'"),
+        ({"head_dim": "128"}, "head_dim is '128'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; in here; expected true or false"),
+        (LITE | {"n_shared_experts": "2"}, "n_shared_experts is '2'"),
+        (LITE | {"n_shared_experts": -2}, "n_shared_experts is -2; in here; expected a whole number from 0"),
+        (LITE | {"moe_layer_freq": 2}, "moe_layer_freq 2 is not counted here"),
     ],
 )
 def test_a_configuration_that_cannot_be_counted_is_one_line(change, says):

@@ -190,12 +190,13 @@ def _read(name: str, *, config_only: bool) -> _Source:
     if not isinstance(values, dict):
         raise UsageError("the model's config is no object", where=str(config), expected="a transformers config.json")
     if path.is_file() or config_only or not any(folder.glob("*.safetensors")):
-        return _Source(name, survey(config_tensors(values, where=str(config))), config, "counted by its config")
+        counted = survey(config_tensors(values, where=str(config)), where=str(config))
+        return _Source(name, counted, config, "counted by its config")
     headers = read_headers(folder)
     files = file_bytes(folder)
     inside = sum(tensor.bytes for tensor in headers.values())
-    counted = f"files of {files:,} bytes, {files - inside:,} of them headers"
-    return _Source(name, survey(headers, tied=tied_names(values), where=name), config, counted)
+    said = f"files of {files:,} bytes, {files - inside:,} of them headers"
+    return _Source(name, survey(headers, tied=tied_names(values), where=name), config, said)
 
 
 def _folder(name: str) -> Path:

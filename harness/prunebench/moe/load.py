@@ -73,7 +73,7 @@ def _config_of(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers checks fields with errors of its own kinds
         raise UsageError("the model's config cannot be read", where=str(folder), fix=_first_line(error)) from error
 
 

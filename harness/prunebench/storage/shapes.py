@@ -18,6 +18,13 @@ Shapes: TypeAlias = Iterator[tuple[str, tuple[int, ...]]]
 
 _BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
 _DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_FROM_0: Final = ("first_k_dense_replace", "n_shared_experts")
+# What changes a file's tensors and has no formula here: key -> the values that do not.
+_NOT_COUNTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "mlp_bias": (None, False),
+    "moe_layer_freq": (None, 1),
+    "quantization_config": (None,),
+}
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
@@ -29,14 +36,21 @@ class _Config:
         self._values, self._where = values, where
 
     def __getitem__(self, key: str) -> int:
-        value = self._values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UsageError(f"{key} is {value!r}", where=self._where, expected="a whole number")
+        value, least = self._values.get(key), 0 if key in _FROM_0 else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{key} is {value!r}", where=self._where, expected=f"a whole number from {least}")
         return value
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def number(self, key: str, default: int) -> int:
+        """A number that need not be given."""
+        return default if self._values.get(key) is None else self[key]
+
+    def says(self, key: str) -> bool:
+        """Whether something is switched on."""
         value = self._values.get(key)
-        return default if value is None else value
+        if value not in (None, True, False):
+            raise UsageError(f"{key} is {value!r}", where=self._where, expected="true or false")
+        return bool(value)
 
 
 def _linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Shapes:
@@ -54,8 +68,8 @@ def _mlp(name: str, width: int, neurons: int) -> Shapes:
 def _attention(at: str, config: _Config) -> Shapes:
     """Heads that may share keys and values."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    size, shared = config.get("head_dim", width // heads), config.get("num_key_value_heads", heads)
-    bias = bool(config.get("attention_bias"))
+    size, shared = config.number("head_dim", width // heads), config.number("num_key_value_heads", heads)
+    bias = config.says("attention_bias")
     yield from _linear(f"{at}.q_proj", heads * size, width, bias=bias)
     yield from _linear(f"{at}.k_proj", shared * size, width, bias=bias)
     yield from _linear(f"{at}.v_proj", shared * size, width, bias=bias)
@@ -66,11 +80,10 @@ def _latent_attention(at: str, config: _Config) -> Shapes:
     """DeepSeek's: keys and values through a narrow latent."""
     width, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     plain, rotary, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    bias = bool(config.get("attention_bias"))
-    if config.get("q_lora_rank") is None:
+    bias = config.says("attention_bias")
+    if not (rank := config.number("q_lora_rank", 0)):
         yield from _linear(f"{at}.q_proj", heads * (plain + rotary), width)
     else:
-        rank = config["q_lora_rank"]
         yield from _linear(f"{at}.q_a_proj", rank, width, bias=bias)
         yield f"{at}.q_a_layernorm.weight", (rank,)
         yield from _linear(f"{at}.q_b_proj", heads * (plain + rotary), rank)
@@ -84,7 +97,7 @@ def _olmoe(at: str, _index: int, config: _Config) -> Shapes:
     width, heads = config["hidden_size"], config["num_attention_heads"]
     yield from _attention(f"{at}.self_attn", config)
     yield f"{at}.self_attn.q_norm.weight", (width,)
-    yield f"{at}.self_attn.k_norm.weight", (width // heads * config.get("num_key_value_heads", heads),)
+    yield f"{at}.self_attn.k_norm.weight", (width // heads * config.number("num_key_value_heads", heads),)
     for expert in range(config["num_experts"]):
         yield from _mlp(f"{at}.mlp.experts.{expert}", width, config["intermediate_size"])
     yield f"{at}.mlp.gate.weight", (config["num_experts"], width)
@@ -99,7 +112,7 @@ def _deepseek(at: str, index: int, config: _Config) -> Shapes:
     for expert in range(config["n_routed_experts"]):
         yield from _mlp(f"{at}.mlp.experts.{expert}", width, neurons)
     yield f"{at}.mlp.gate.weight", (config["n_routed_experts"], width)
-    if shared := config.get("n_shared_experts", 0):
+    if shared := config.number("n_shared_experts", 0):
         yield from _mlp(f"{at}.mlp.shared_experts", width, shared * neurons)
 
 
@@ -137,7 +150,7 @@ def config_tensors(
         where: for errors.
 
     Raises:
-        UsageError: a family that is not known here, or a number that is missing.
+        UsageError: a family that is not known here, what has no formula, or a number that is missing or none.
     """
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
@@ -147,8 +160,10 @@ def config_tensors(
             expected=", ".join(_FAMILIES),
             fix="count saved weights instead",
         )
-    if config.get("mlp_bias"):
-        raise UsageError("mlp_bias is not counted here", where=where, fix="count saved weights instead")
+    for key, fine in _NOT_COUNTED.items():
+        if config.get(key) not in fine:
+            said = key if isinstance(config[key], Mapping) else f"{key} {config[key]}"
+            raise UsageError(f"{said} is not counted here", where=where, fix="count saved weights instead")
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if name not in _DTYPES:
         raise UsageError(f"unknown dtype {name!r}", where=where, expected=", ".join(_DTYPES))
@@ -169,7 +184,7 @@ def _all(layer: Callable[[str, int, _Config], Shapes], config: _Config) -> Shape
         yield f"{at}.input_layernorm.weight", (width,)
         yield f"{at}.post_attention_layernorm.weight", (width,)
     yield "model.norm.weight", (width,)
-    if not config.get("tie_word_embeddings", False):  # all of these families are untied where nothing is said
+    if not config.says("tie_word_embeddings"):  # all of these families are untied where nothing is said
         yield _HEAD, (config["vocab_size"], width)
 
 
