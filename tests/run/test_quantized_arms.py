@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from prunebench import cli
 from prunebench.errors import UsageError
 from prunebench.quantize import setting_of
 from prunebench.run import ArmSpec, Session
@@ -164,17 +165,40 @@ def test_dense_is_no_criterion_among_others(tmp_path, line):
         read_track(path)
 
 
-@pytest.mark.parametrize("operator", ["constant", "reroute"])
-def test_matching_keeps_as_many_experts_as_come_nearest(spec, run, operator):
-    asked = spec(operator=operator, ratio=None, quantize="w8(group=16, fewest=1)")
+# The first two keep all router rows; at renorm those of survivors are enough, edited or not.
+@pytest.mark.parametrize(
+    ("operator", "scale"), [("constant", None), ("reroute", None), ("reroute", "renorm"), ("compel", "renorm")]
+)
+def test_matching_keeps_as_many_experts_as_come_nearest(spec, run, operator, scale):
+    asked = spec(operator=operator, scale=scale, ratio=None, quantize="w8(group=16, fewest=1)")
     found, near = matched(asked, "e6a8(group=16)")
     assert found == replace(asked, keep=near.setting)
-    record = run(operator=operator, ratio=None, keep=near.setting, quantize="w8(group=16, fewest=1)")
-    assert record["storage"]["total"] == near.total
+    same = {"operator": operator, "scale": scale, "ratio": None, "quantize": "w8(group=16, fewest=1)"}
+    assert run(keep=near.setting, **same)["storage"]["total"] == near.total
     # Nobody else comes nearer.
     for keep in (near.setting - 1, near.setting + 1):
-        other = run(operator=operator, ratio=None, keep=keep, quantize="w8(group=16, fewest=1)")
+        other = run(keep=keep, **same)
         assert abs(other["storage"]["total"] - near.target) >= abs(near.total - near.target)
+
+
+def test_the_gap_that_is_printed_is_that_of_what_is_stored(model, suite, tmp_path, capsys):
+    """Experts for which MoRA finds no proxy store nothing, which nobody knows before."""
+    asked = ["run", "--model", model, "--method", "frequency", "--operator", "mora", "--suite", suite]
+    asked += ["--blocks", "8", "--length", "32", "--out", str(tmp_path), "--json"]
+    match_it = ["--quantize", "w8(group=16, fewest=1)", "--match", "e6a8(group=16)"]
+    assert cli.main([*asked, *match_it, "--dry-run"]) == 0
+    most = json.loads(capsys.readouterr().out)["match"]
+    assert cli.main([*asked, *match_it]) == 0
+    data = json.loads(capsys.readouterr().out)
+    near, total = data["match"], data["record"]["storage"]["total"]
+    assert near["total"] == total < most["total"]
+    assert near["gap"] == pytest.approx(total / near["target"] - 1)
+    assert (near["keep"], near["target"]) == (most["keep"], most["target"])
+
+
+def test_what_an_operator_of_ones_own_stores_is_not_known_beforehand(spec):
+    with pytest.raises(UsageError, match=r"what mone stores for a pruned expert is not known beforehand.*--operator"):
+        matched(spec(method="mone", ratio=None, quantize="w4"), "e3a4")
 
 
 def test_an_arm_with_a_budget_has_nothing_to_match_with(spec):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from prunebench.cli.shared import Progress, Result, add_evaluation, evaluation_o
 
 if TYPE_CHECKING:
     from prunebench.run.arm import PreparedArm
+    from prunebench.storage import Match
 
 __all__ = ["add_grid", "add_run", "dry_run", "run_arm", "run_grid"]
 
@@ -119,23 +121,31 @@ def run_arm(options: argparse.Namespace) -> Result:
         seed=options.seed,
         **evaluation_of(options),
     )
-    near: dict[str, Any] = {}
-    said = ""
+    found: Match[int] | None = None
     if options.match is not None:
         from prunebench.run.matching import matched
 
         spec, found = matched(spec, options.match)
-        near = {"match": {"setting": options.match, "keep": found.setting, **found.to_json()}}
-        said = f"keep {found.setting} against {options.match}: {found.text()}\n"
     arm = prepare(spec)
+    near, said = _near(options.match, found)
     if options.dry_run:
         data: dict[str, Any] = {"folder": str(options.out / spec.folder), "identity": arm.known, **near}
         return 0, data, f"{said}would run {options.out / spec.folder}\n{json.dumps(arm.known, indent=1)}"
     with Progress() as progress:
         outcome = Session(options.out, progress=progress.step).execute(arm)
     record = outcome.run.record
+    if found is not None:  # what is stored in the end: an operator may answer fewer experts than it might
+        near, said = _near(options.match, replace(found, total=record["storage"]["total"]))
     data = {"folder": str(outcome.folder), "reused": outcome.reused, "record": record, **near}
     return 0, data, said + _run_text(record, outcome.folder, reused=outcome.reused)
+
+
+def _near(setting: str | None, found: Match[int] | None) -> tuple[dict[str, Any], str]:
+    """A match as data and as a line; nothing of none."""
+    if found is None:
+        return {}, ""
+    data = {"match": {"setting": setting, "keep": found.setting, **found.to_json()}}
+    return data, f"keep {found.setting} against {setting}: {found.text()}\n"
 
 
 def _run_text(record: dict[str, Any], folder: Path, *, reused: bool) -> str:

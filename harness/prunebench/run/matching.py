@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prunebench.errors import UsageError
-from prunebench.fit import model_size, stored_per_expert
+from prunebench.fit import OPERATORS, model_size, stored_per_expert
 from prunebench.loader import load_method, load_method_class, parse_parameters, resolve_model
 from prunebench.method import Method
 from prunebench.moe.load import empty_model
@@ -28,7 +28,7 @@ def matched(spec: ArmSpec, other: str) -> tuple[ArmSpec, Match[int]]:
         other: how the unpruned model is quantized that is to be matched: a setting such as `e3a4`.
 
     Returns:
-        The arm with `keep`, and how near it comes.
+        The arm with `keep`, and how near it comes; of operators that answer some experts only (MoRA), at most.
 
     Raises:
         UsageError: an arm with a budget or a mask, or an operator whose stored values are not known beforehand.
@@ -41,6 +41,13 @@ def matched(spec: ArmSpec, other: str) -> tuple[ArmSpec, Match[int]]:
     operator = _operator(spec)
     values = 0
     if operator.replaces():
+        if operator.name not in OPERATORS:
+            raise UsageError(
+                f"what {operator.name} stores for a pruned expert is not known beforehand",
+                where="match",
+                expected=f"an operator of {', '.join(OPERATORS)}",
+                fix="give --operator, or --keep instead",
+            )
         parameters = operator.parameters()
         values = stored_per_expert(
             model_size(empty_model(files.folder)),
@@ -51,7 +58,8 @@ def matched(spec: ArmSpec, other: str) -> tuple[ArmSpec, Match[int]]:
     matrix = model.layers[0].matrices[0]
     value_bytes = matrix.bytes // (matrix.rows * matrix.columns)
     asked = spec.scale or operator.parameters().get("scale") or "trained"
-    plain = not operator.replaces() and convention.groups is None
+    # Edited survivors are no fill, and leave the router to lose its rows.
+    plain = not operator.keeps_slots() and not values and convention.groups is None
     bits = setting_of(spec.quantize).bits if spec.quantize is not None else Bits()
 
     def total(keep: int) -> int:
