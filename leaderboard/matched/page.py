@@ -14,7 +14,7 @@ from prunebench.analysis.contrasts import runs_of
 from prunebench.analysis.report import shown_bound, shown_difference, shown_p
 from prunebench.analysis.scores import Scores
 from prunebench.mask import write_atomically
-from prunebench.storage import gap_text, match
+from prunebench.storage import Match, gap_text, match
 
 __all__ = ["PAGE", "matched_page", "write_matched"]
 
@@ -63,11 +63,12 @@ def matched_page(records: Path, families: Path) -> tuple[str, str]:
             run it again. Families: `{d.name}`, declared {d.date.isoformat()}, sha256 `{d.sha256}`.
             {escaped(prose(d.note))} Intervals: paired, task-stratified item bootstrap (B = {RESAMPLES:,}, seed {SEED},
             95 %), over test items only: there is one calibration draw, and one quantizer's draw of 64 blocks. \\* the
-            interval excludes zero, † survives Holm within its family, ‡ over all. Bytes are without padding; how they
-            are counted, and how weights become integers, is in [quantization.md](../quantization.md).
+            interval excludes zero, † survives Holm within its family, ‡ over all. Bytes are without padding, counted as
+            [storage.md](../storage.md) says; how weights become integers is in
+            [quantization.md](../quantization.md).
         """),
         "## What was found",
-        found_sentence(found, gaps, general, scores),
+        found_sentence(found, gaps, general, inside, scores),
         "## 1. Accuracy against stored size (Table F.2)",
         "Multiple choice, percent (stored MB).",
         _sizes(general, scores).markdown(),
@@ -86,7 +87,7 @@ def matched_page(records: Path, families: Path) -> tuple[str, str]:
         "## 4. Everything calibrated on arithmetic (Table F.5)",
         prose("""
             Mask, fit and quantizer on world:arithmetic; exact match on arithmetic, percent, and points [95 %] against
-            e3a4.
+            e3a4. Gap: bytes over those of e3a4; = within 2 %.
         """),
         _in_domain(found, inside, scores).markdown(),
         "The quantizer's text alone: e3a4 of the unpruned model, calibrated on arithmetic minus on general text.",
@@ -104,12 +105,18 @@ def matched_page(records: Path, families: Path) -> tuple[str, str]:
     return "\n\n".join(parts) + "\n", report.counts()
 
 
-def found_sentence(found: Sequence[Answer], gaps: Sequence[Gap], general: dict[str, list[Arm]], scores: Scores) -> str:
+def found_sentence(
+    found: Sequence[Answer],
+    gaps: Sequence[Gap],
+    general: dict[str, list[Arm]],
+    inside: dict[str, list[Arm]],
+    scores: Scores,
+) -> str:
     """What the tables come to, in a few sentences that count."""
     upper = [one for one in found if one.question.family == AGAINST and one.question.label.endswith("e3a4")]
     lower = [one for one in found if one.question.family == AGAINST and one.question.label.endswith("w2")]
     gains = [one for one in found if one.question.family == GAINS]
-    inside = [one for one in found if one.question.family == IN_DOMAIN]
+    tuned = [one for one in found if one.question.family == IN_DOMAIN]
     texts = [one for one in found if one.question.family == TEXTS]
     on_front = [
         arm
@@ -124,12 +131,13 @@ def found_sentence(found: Sequence[Answer], gaps: Sequence[Gap], general: dict[s
         sum(one.difference.low > 0 for one in gains),
     )
     return prose(f"""
-        At the upper budget, against experts at 3 bits (e3a4), {_sides(upper)}; at the lower one, against everything at
-        2 bits (w2), {_sides(lower)}. Rerouting's gain over the constant is smaller at 4 bits than at 16 in {smaller} of
-        {len(gains)} settings, detectably in {lost}, and detectably larger in {won}. With mask, fit and quantizer on
-        arithmetic, against e3a4, {_sides(inside)}; e3a4's own calibration on arithmetic instead of general text
-        changes arithmetic by {_range(texts)} points. Of the {len(on_front)} quantized arms that no arm beats in both
-        bytes and accuracy, {pruned} are pruned. {f"{len(gaps)} declared contrasts are not measured." if gaps else ""}
+        At the upper budget, against experts at 3 bits (e3a4), {_sides(upper)}; {_bytes(upper, general)}. At the lower
+        one, against everything at 2 bits (w2), {_sides(lower)}; {_bytes(lower, general)}. Rerouting's gain over the
+        constant is smaller at 4 bits than at 16 in {smaller} of {len(gains)} settings, detectably in {lost}, and
+        detectably larger in {won}. With mask, fit and quantizer on arithmetic, against e3a4, {_sides(tuned)};
+        {_bytes(tuned, inside)}. e3a4's own calibration on arithmetic instead of general text changes arithmetic by
+        {_range(texts)} points. Of the {len(on_front)} quantized arms that no arm beats in both bytes and accuracy,
+        {pruned} are pruned. {f"{len(gaps)} declared contrasts are not measured." if gaps else ""}
     """)
 
 
@@ -139,6 +147,27 @@ def _sides(found: Sequence[Answer]) -> str:
     return (
         f"{above} of {len(found)} pruned arms score above it ({won} detectably) and {below} below ({lost} detectably)"
     )
+
+
+def _bytes(found: Sequence[Answer], arms: dict[str, list[Arm]]) -> str:
+    """How near the bytes of the pairs are."""
+    near = [_match(one, arms) for one in found]
+    least, most = (gap_text(pick((one.gap for one in near), default=0.0)) for pick in (min, max))
+    matched = sum(one.matched for one in near)
+    return f"{matched} of these pairs are matched within 2 % of their bytes, and the gaps are {least} to {most}"
+
+
+def _match(one: Answer, arms: dict[str, list[Arm]]) -> Match[str]:
+    """The pruned arm's bytes beside those of the arm that it is held against, which prunes nothing."""
+    (_, a), (_, b) = one.question.terms
+    own = arms[str(a.model)]
+    pruned = next(x for x in own if (x.ratio, x.operator, x.quantize) == (a.ratio, a.operator, a.quantize))
+    whole = next(x for x in own if x.ratio is None and x.quantize == b.quantize)
+    return match([(pruned.name, pruned.bytes)], whole.bytes)
+
+
+def _gap(near: Match[str]) -> str:
+    return f"{gap_text(near.gap)}{' =' if near.matched else ''}"
 
 
 def _range(found: Sequence[Answer]) -> str:
@@ -182,28 +211,23 @@ def _against(found: Sequence[Answer], family: str, general: dict[str, list[Arm]]
     for one in found:
         if one.question.family != family:
             continue
-        (_, a), (_, b) = one.question.terms
-        arms = general[str(a.model)]
-        pruned = next(x for x in arms if (x.ratio, x.operator, x.quantize) == (a.ratio, a.operator, a.quantize))
-        whole = next(x for x in arms if x.ratio is None and x.quantize == b.quantize)
-        gap = match([("", pruned.bytes)], whole.bytes)
-        size = f"{gap_text(gap.gap)}{' =' if gap.matched else ''}"
-        rows.append((one.question.label, shown_difference(one), shown_p(one.p), size))
+        rows.append((one.question.label, shown_difference(one), shown_p(one.p), _gap(_match(one, general))))
     return Table(("contrast", "Δ [95 %]", "p", "gap in bytes"), tuple(rows))
 
 
 def _in_domain(found: Sequence[Answer], inside: dict[str, list[Arm]], scores: Scores) -> Table:
-    differences = {one.question.label: shown_difference(one) for one in found if one.question.family == IN_DOMAIN}
+    tuned = {one.question.label: one for one in found if one.question.family == IN_DOMAIN}
     rows = []
     for model, arms in inside.items():
         for arm in arms:
             if arm.ratio == "0.5" or (arm.ratio is None and arm.quantize not in {None, "e3a4"}):
                 continue
             label = f"{model} {arm.ratio} {arm.operator} w4 - e3a4"
-            against = differences.get(label, NONE) if arm.quantize else NONE
+            one = tuned.get(label) if arm.quantize else None
+            against = (NONE, NONE) if one is None else (shown_difference(one), _gap(_match(one, inside)))
             score = scores.score(arm.run, ARITHMETIC_SUITE).value
-            rows.append((model, arm.name, f"{arm.bytes / 1e6:.2f}", f"{score:.2f}", against))
-    return Table(("model", "arm", "MB", "arithmetic", "against e3a4"), tuple(rows))
+            rows.append((model, arm.name, f"{arm.bytes / 1e6:.2f}", f"{score:.2f}", *against))
+    return Table(("model", "arm", "MB", "arithmetic", "against e3a4", "gap in bytes"), tuple(rows))
 
 
 def _front(general: dict[str, list[Arm]], scores: Scores) -> Table:

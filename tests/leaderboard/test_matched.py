@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +52,32 @@ def test_the_page_is_what_the_records_give(matched, tmp_path):
     page, summary = matched.page.write_matched(RECORDS, families, tmp_path)
     assert page.read_text() == (ROOT / "docs" / "results" / matched.page.PAGE).read_text()
     assert "0 not measured" in summary
+
+
+def stored(model, folder):
+    return json.loads((RECORDS / "matched" / model / folder / "record.json").read_text())["storage"]["total"]
+
+
+def test_the_page_says_how_near_the_bytes_of_its_pairs_are():
+    """From the records' totals alone: the two budgets, then everything on arithmetic."""
+    models = ("tiny-olmoe", "tiny-deepseek-v2", "tiny-moonlight", "tiny-granite")
+    operators = ("constant", "reroute-trained")
+    page = (ROOT / "docs" / "results" / "matched.md").read_text()
+    words = r"(\d+) of these pairs are matched within 2 % of their bytes, and the gaps are (\S+) % to (\S+) %"
+    said = re.findall(words, page)
+    wanted = []
+    for pruned, whole in (
+        ("mone-ratio0.25-{}-A-w4-quant=64", "dense-e3a4-quant=64"),
+        ("mone-ratio0.5-{}-A-w4-quant=64", "dense-w2-quant=64"),
+        ("mone-ratio0.25-{}-world_arithmetic-A-w4-quant=64", "dense-world_arithmetic-e3a4-quant=64"),
+    ):
+        gaps = [
+            100 * (stored(model, pruned.format(operator)) / stored(model, whole) - 1)
+            for model in models
+            for operator in operators
+        ]
+        wanted.append((str(sum(abs(gap) <= 2 for gap in gaps)), f"{min(gaps):+.2f}", f"{max(gaps):+.2f}"))
+    assert said == wanted
 
 
 def test_no_records_end_in_one_line(matched, tmp_path, capsys):
