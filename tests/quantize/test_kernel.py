@@ -159,6 +159,28 @@ def test_few_tokens_for_many_columns_leave_a_singular_hessian_that_damping_saves
     assert output_error(weight, found, hessian) < output_error(weight, round_to_nearest(weight, 3, group=64), hessian)
 
 
+def test_what_float32_cannot_factor_float64_may(layer, by_hand):
+    weight, _, _ = layer(1, 8, 40)
+    x = torch.randn(400, 40, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x[:, :20] = x[:, 20:] + 1e-5 * x[:, :20]
+    hessian = (x.T @ x)[None]
+    assert torch.linalg.cholesky_ex(hessian.float().flip(1, 2)).info.item()
+    found = gptq(weight, hessian, [400], 3, group=8, damping=0.0)
+    assert found.fallback_E == ("",)
+    expected = by_hand.gptq_by_hand(weight[0], hessian[0], 3, 8, damping=0.0)
+    assert (found.codes_ERC[0].long() == expected).float().mean() > 0.9  # what is owed is still summed in float32
+
+
+def test_groups_too_narrow_for_a_scale_of_16_bits_take_the_smallest_there_is(layer):
+    weight, _, hessian = layer(2, 4, 16)
+    weight[0, :, :8] *= 1e-9
+    for found in (gptq(weight, hessian, [400] * 2, 3, group=8), round_to_nearest(weight, 3, group=8)):
+        assert (found.grid.scale_ERG[0, :, 0] == 2.0**-24).all()
+        assert torch.isfinite(found.weight_ERC).all()
+        assert found.weight_ERC[0, :, :8].abs().max() <= 7 * 2.0**-24
+    assert (round_to_nearest(weight, 3, group=8).weight_ERC[0, :, :8] == 0).all()
+
+
 def test_zero_stays_zero_and_what_is_stored_is_what_is_computed_with(layer):
     weight, _, hessian = layer(2, 8, 24)
     weight[0, 2] = 0.0

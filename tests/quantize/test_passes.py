@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,9 @@ from prunebench.calibration import CalibrationSpec, CalibrationTokens
 from prunebench.errors import IntegrityError, UsageError
 from prunebench.integrity import check_quantized
 from prunebench.moe import Instrument, LayerProgram
-from prunebench.quantize import gptq, quantize_model, round_to_nearest, setting_of
+from prunebench.quantize import allocate, gptq, passes, quantize_model, round_to_nearest, setting_of
+from prunebench.quantize.hessians import Hessians
+from prunebench.quantize.targets import Target
 from prunebench.routing import Scale
 from prunebench.testing import opened_model, random_ids
 
@@ -175,6 +179,91 @@ def test_mixed_bits_are_on_average_what_was_asked_for():
         for tensor in ("gate_up_proj", "down_proj"):
             grid = found.linears[f"{layer.name}.experts.{tensor}"].quantized.grid
             assert tuple(grid.bits_E.tolist()) == chosen
+
+
+@pytest.mark.parametrize("pruned", [(), (0, 3, 8)])
+def test_mixed_bits_are_those_of_the_formula_on_the_deployed_routing(monkeypatch, pruned):
+    """φ · w^1.5 · ε² of a layer's experts, one at a time, from their rows and gates."""
+    moe, text = opened_model("olmoe"), tokens()
+    programs = {layer.index: LayerProgram(pruned, scale=Scale("keep")) for layer in moe.layers} if pruned else {}
+    asked = []
+    monkeypatch.setattr(passes, "allocate", lambda cost_EW, mean: asked.append(cost_EW) or allocate(cost_EW, mean))
+    found = quantize_model(moe, setting_of("mc3a4(group=16, fewest=1)"), text, programs=programs)
+    layer, seen = moe.layers[0], []
+
+    def watch(one, batch):
+        if one.index == 0:
+            seen.append((batch.x_TD[batch.token_S], batch.expert_S, batch.gates_S))
+
+    with torch.inference_mode(), Instrument(moe, programs, observer=watch):
+        moe.model(input_ids=text.ids_BL)
+    rows, expert, gates = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    left = [e for e in range(16) if e not in pruned]
+    cost = np.zeros((len(left), 3))
+    for place, e in enumerate(left):
+        x, weights = rows[expert == e], layer.weights(e)
+        inner = layer.experts._apply_gate(x @ weights["gate_up_proj"].T)
+        share, gate = len(x) / 144, float(gates[expert == e].double().sum()) / 144
+        for width, bits in enumerate((2, 3, 4)):
+            lost = 0.0
+            for name, inputs in (("gate_up_proj", x.double()), ("down_proj", inner.double())):
+                one = gptq(weights[name][None], (inputs.T @ inputs)[None], [len(x)], bits, group=16, fewest=1)
+                lost += float((inputs @ (weights[name].double() - one.weight_ERC[0].double()).T).square().sum())
+            cost[place, width] = share * gate**1.5 * lost
+    assert asked[0] == pytest.approx(cost, rel=0.02)  # integers may differ here and there, by the order of sums
+    assert found.allocation[0] == allocate(cost, 3)
+
+
+def test_groups_are_the_setting_s():
+    moe, text, seen = opened_model("olmoe"), tokens(), []
+    q_proj = moe.model.model.layers[0].self_attn.q_proj
+    handle = q_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1).double()))
+    with torch.inference_mode():
+        moe.model(input_ids=text.ids_BL)
+    handle.remove()
+    hessian = (seen[0].T @ seen[0])[None]
+    codes = {
+        groups: gptq(q_proj.weight[None], hessian, [144], 3, group=16, groups=groups)
+        for groups in ("static", "dynamic")
+    }
+    assert not torch.equal(codes["static"].codes_ERC, codes["dynamic"].codes_ERC)
+    for groups, expected in codes.items():
+        found = quantize_model(moe, setting_of(f"w3(group=16, fewest=1, groups={groups})"), text)
+        own = found.linears["model.layers.0.self_attn.q_proj.weight"]
+        assert torch.equal(own.quantized.codes_ERC, expected.codes_ERC)
+        # The error that a record states is of the linear's outputs.
+        missed, whole = (
+            (seen[0] @ weight.double().T).square().sum()
+            for weight in (q_proj.weight - expected.weight_ERC[0], q_proj.weight)
+        )
+        assert own.error_E == pytest.approx((float(missed / whole),), rel=1e-4)
+
+
+def test_dead_columns_are_counted():
+    moe = opened_model("olmoe")
+    assert quantize_model(moe, QUICK, tokens()).to_json()["dead_columns"] == 0
+    with torch.no_grad():
+        moe.model.model.layers[1].input_layernorm.weight[3] = 0.0
+    found = quantize_model(moe, QUICK, tokens())
+    assert found.to_json()["dead_columns"] == 3  # of q, k and v
+
+
+def test_experts_whose_matrices_saw_different_rows_are_no_result():
+    weight = torch.randn(2, 6, 4)
+    hessians = Hessians({"up": Target(weight, (0, 1)), "down": Target(weight.mT.contiguous(), (0, 1))})
+    with hessians:
+        nn.functional.linear(torch.randn(5, 4), weight[1])
+    assert hessians.rows["up"] == [0, 5]
+    for together in (["up", "down"], ["down"]):
+        with pytest.raises(IntegrityError, match=r"not all seen; in layer 7"):
+            hessians.check(together, "layer 7")
+    hessians.check(["up"], "layer 7")
+
+
+def test_experts_that_multiply_otherwise_are_no_result(monkeypatch):
+    monkeypatch.setattr(passes, "_eager", lambda _: nullcontext())
+    with pytest.raises(IntegrityError, match=r"not all seen; in model\.layers\.0"):
+        quantize_model(opened_model("olmoe", experts_implementation="grouped_mm"), QUICK, tokens())
 
 
 def test_a_weight_that_is_not_its_integers_and_a_linear_left_out_fail_the_check():
