@@ -283,6 +283,18 @@ def test_a_weight_that_is_not_its_integers_and_a_linear_left_out_fail_the_check(
     assert name in check.detail
 
 
+@pytest.mark.parametrize(("family", "name"), [("jamba", "dt_proj"), ("deepseek_v4", "o_a_proj")])
+def test_a_linear_that_is_called_otherwise_is_rounded_and_named(family, name):
+    moe = opened_model(family)
+    found = quantize_model(moe, QUICK, tokens(2))
+    named = {key: said for key, said in found.to_json()["fallbacks"].items() if key.endswith(f"{name}.weight")}
+    assert named
+    for key, said in named.items():
+        assert said == {"0": "few tokens (0)"}
+        plain = round_to_nearest(moe.model.get_parameter(key)[None], 3, group=16)
+        assert torch.equal(found.linears[key].quantized.codes_ERC, plain.codes_ERC)
+
+
 def test_layouts_that_do_not_multiply_by_linear_are_refused_by_name():
     with pytest.raises(UsageError, match="GptOssExperts cannot be quantized"):
         quantize_model(opened_model("gpt_oss"), QUICK, tokens())
