@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 from prunebench.calibration import CalibrationSpec, CalibrationTokens
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.moe import LayerProgram
-from prunebench.quantize import packed, quantize_model, read_packed, round_to_nearest, setting_of, write_packed
+from prunebench.quantize import (
+    packed,
+    quantize_model,
+    read_packed,
+    round_to_nearest,
+    setting_of,
+    stated_matrices,
+    write_packed,
+)
 from prunebench.quantize.grid import grid_of
 from prunebench.routing import Scale
 from prunebench.storage import account, part_of, read_headers, survey, tied_names
@@ -61,9 +69,9 @@ def test_what_is_read_back_is_what_was_simulated(tmp_path, family, zeros):
     moe = opened_model(family)
     found = quantized(moe, f"e3a4(group=16, zeros={zeros})")
     write_packed(tmp_path / "packed.safetensors", found, apart=APART[family])
-    weights = read_packed(
-        tmp_path / "packed.safetensors", lambda name: 3 if ".experts." in name else 4, found.setting.bits
-    )
+    wanted = stated_matrices(found, apart=APART[family])
+    assert all(one.bits == (3 if ".experts." in name else 4) for name, one in wanted.items())
+    weights = read_packed(tmp_path / "packed.safetensors", wanted, found.setting.bits)
     with found.installed(moe):
         for layer in moe.layers:
             for e in range(layer.expert_count):
@@ -117,6 +125,15 @@ def test_compressed_tensors_reads_the_same_weights_and_makes_the_same_grid(tmp_p
             lambda tensors, name: tensors.update({f"{name}.weight_zero_point": torch.zeros(2, 2)}),
             "weight_zero_point is",
         ),
+        (
+            lambda tensors, name: [tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")],
+            r"q_proj\.weight_packed is missing",
+        ),
+        (
+            lambda tensors, name: tensors.update({f"{name}.bias": torch.zeros(2)}),
+            r"q_proj\.bias is not of this model; in .*; expected 104 matrices",
+        ),
+        (lambda tensors, name: tensors[f"{name}.weight_shape"].sub_(1), r"weight_shape says \[31, 31\]"),
     ],
 )
 def test_a_file_with_something_missing_or_wrong_is_refused(tmp_path, change, said):
@@ -127,12 +144,12 @@ def test_a_file_with_something_missing_or_wrong_is_refused(tmp_path, change, sai
     change(tensors, "model.layers.0.self_attn.q_proj")
     save_file(tensors, path)
     with pytest.raises(UsageError, match=said):
-        read_packed(path, lambda _: 4, found.setting.bits)
+        read_packed(path, stated_matrices(found, apart=True), found.setting.bits)
 
 
 def test_no_file_is_refused_in_one_line(tmp_path):
     with pytest.raises(UsageError, match="not a packed file"):
-        read_packed(tmp_path / "none.safetensors", lambda _: 4, setting_of("w4").bits)
+        read_packed(tmp_path / "none.safetensors", {}, setting_of("w4").bits)
 
 
 def test_without_compressed_tensors_the_extra_is_named(monkeypatch):

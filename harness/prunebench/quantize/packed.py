@@ -16,7 +16,7 @@ R rows (outputs), C columns (inputs), G groups of columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +31,18 @@ from prunebench.quantize.grid import Grid, dequantized, groups_of
 from prunebench.quantize.model import QuantizedModel
 from prunebench.storage import Bits
 
-__all__ = ["packed_tensors", "read_packed", "write_packed"]
+__all__ = ["Stated", "packed_tensors", "read_packed", "stated_matrices", "write_packed"]
 
 _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 _STACKED = re.compile(r"(?P<at>.+\.experts)\.(?P<tensor>\w+)")
+
+
+class Stated(NamedTuple):
+    """What a file has to hold of one matrix."""
+
+    bits: int
+    rows: int
+    columns: int
 
 
 class _Matrix(NamedTuple):
@@ -74,22 +82,28 @@ def packed_tensors(model: QuantizedModel, *, apart: bool) -> dict[str, Tensor]:
     return tensors
 
 
+def stated_matrices(model: QuantizedModel, *, apart: bool) -> dict[str, Stated]:
+    """The matrices of `packed_tensors`' file, by name."""
+    return {matrix.name: Stated(matrix.bits, *matrix.codes_RC.shape[:2]) for matrix in _matrices(model, apart=apart)}
+
+
 def write_packed(path: Path, model: QuantizedModel, *, apart: bool) -> None:
     """Write a file of `packed_tensors`, atomically."""
     tensors = {name: value.contiguous() for name, value in packed_tensors(model, apart=apart).items()}
     write_atomically(path, save(tensors))
 
 
-def read_packed(path: Path, bits_of: Callable[[str], int], bits: Bits) -> dict[str, Tensor]:
+def read_packed(path: Path, wanted: Mapping[str, Stated], bits: Bits) -> dict[str, Tensor]:
     """The weights of a file, float32, by the name of their matrix; every tensor is checked.
 
     Args:
         path: what `write_packed` wrote.
-        bits_of: a matrix's name -> its bits.
+        wanted: a matrix's name -> its bits and shape; all of them, and no other.
         bits: groups, and how zeros are stored.
 
     Raises:
-        UsageError: no such file, a matrix with a part missing, or a part of another shape or dtype.
+        UsageError: no such file, a matrix missing or unknown, one with a part missing, or a part of another shape or
+            dtype.
         PrerequisiteError: without compressed-tensors.
     """
     _, unpack = _packer()
@@ -97,39 +111,45 @@ def read_packed(path: Path, bits_of: Callable[[str], int], bits: Bits) -> dict[s
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UsageError("not a packed file", where=str(path), fix=str(error)) from error
+    if unknown := sorted(set(tensors) - {f"{name}.{part}" for name in wanted for part in _PARTS}):
+        raise UsageError(f"{unknown[0]} is not of this model", where=str(path), expected=f"{len(wanted)} matrices")
     found: dict[str, Tensor] = {}
-    for name in dict.fromkeys(key.rpartition(".")[0] for key in tensors):
-        words, scale, zero, shape = _parts(tensors, name, bits_of(name), bits, str(path))
-        codes = unpack(words, bits_of(name), torch.Size(shape)).int() + 2 ** (bits_of(name) - 1)
+    for name, one in wanted.items():
+        words, scale, zero = _parts(tensors, name, one, bits, str(path))
+        codes = unpack(words, one.bits, torch.Size((one.rows, one.columns))).int() + 2 ** (one.bits - 1)
         if bits.zeros == "bits":
-            zero = unpack(zero, bits_of(name), scale.shape, packed_dim=0).int() + 2 ** (bits_of(name) - 1)
-        grid = Grid(scale[None], zero[None], torch.tensor([bits_of(name)]), bits.group)
+            zero = unpack(zero, one.bits, scale.shape, packed_dim=0).int() + 2 ** (one.bits - 1)
+        grid = Grid(scale[None], zero[None], torch.tensor([one.bits]), bits.group)
         found[name] = dequantized(codes[None], grid)[0]
     return found
 
 
-def _parts(tensors: Mapping[str, Tensor], name: str, width: int, bits: Bits, where: str) -> tuple[Any, ...]:
-    """A matrix's four tensors, of the right shapes."""
+def _parts(
+    tensors: Mapping[str, Tensor], name: str, one: Stated, bits: Bits, where: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix's words, scales and zeros, of the right shapes."""
     own = {part: tensors[f"{name}.{part}"] for part in _PARTS if f"{name}.{part}" in tensors}
     if missing := [part for part in _PARTS if part not in own]:
         raise UsageError(f"{name}.{missing[0]} is missing", where=where, expected=", ".join(_PARTS))
-    rows, columns = own["weight_shape"].tolist()
-    groups = groups_of(columns, bits.group)
+    groups = groups_of(one.columns, bits.group)
     small = bits.zeros == "bits"
     wanted = {
-        "weight_packed": ([rows, -(-columns * width // 32)], torch.int32),
-        "weight_scale": ([rows, groups], torch.float16),
+        "weight_packed": ([one.rows, -(-one.columns * one.bits // 32)], torch.int32),
+        "weight_scale": ([one.rows, groups], torch.float16),
         "weight_zero_point": (
-            [-(-rows * width // 32) if small else rows, groups],
+            [-(-one.rows * one.bits // 32) if small else one.rows, groups],
             torch.int32 if small else torch.float16,
         ),
+        "weight_shape": ([2], torch.int64),
     }
     for part, (shape, dtype) in wanted.items():
         if list(own[part].shape) != shape or own[part].dtype != dtype:
             raise UsageError(
                 f"{name}.{part} is {own[part].dtype} {list(own[part].shape)}", where=where, expected=f"{dtype} {shape}"
             )
-    return own["weight_packed"], own["weight_scale"], own["weight_zero_point"], (rows, columns)
+    if (said := own["weight_shape"].tolist()) != [one.rows, one.columns]:
+        raise UsageError(f"{name}.weight_shape says {said}", where=where, expected=f"{[one.rows, one.columns]}")
+    return own["weight_packed"], own["weight_scale"], own["weight_zero_point"]
 
 
 def _matrices(model: QuantizedModel, *, apart: bool) -> Iterator[_Matrix]:
