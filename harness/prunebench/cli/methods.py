@@ -42,8 +42,9 @@ def add_new_method(new: argparse.ArgumentParser) -> None:
 def run_check(options: argparse.Namespace) -> Result:
     """Each method's report; exit 1 if a check of one failed."""
     from prunebench.conformance import card, index, report_of
-    from prunebench.loader import load_method, load_method_class, parse_parameters
+    from prunebench.loader import load_method, load_method_class
     from prunebench.moe import quiet_libraries
+    from prunebench.parameters import parse_parameters
 
     quiet_libraries()
     expected = _expectations(options.expect)

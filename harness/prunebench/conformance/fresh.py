@@ -235,7 +235,8 @@ def _work(job: Mapping[str, Any], result: Path) -> None:
 
 
 def _done(job: Mapping[str, Any]) -> dict[str, Any]:
-    from prunebench.loader import load_class_of, make
+    from prunebench.loader import load_class_of
+    from prunebench.parameters import make
 
     folder, where = Path(job["folder"]), case("plain", job["family"])
     loading = Trial()

@@ -32,10 +32,11 @@ from prunebench.conformance.result import Fault, NotApplicable, Refusal, Result
 from prunebench.conformance.watch import Act, watching
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.install import installed
-from prunebench.loader import MODULE_PREFIX, Source, make, source_of
+from prunebench.loader import MODULE_PREFIX, Source, source_of
 from prunebench.mask import Budget, Mask
 from prunebench.method import LayerView, Method, Statistics
 from prunebench.moe import MoEModel
+from prunebench.parameters import make
 from prunebench.plan import Plan, fit_plan, layer_views, make_plan
 from prunebench.testing import score, select
 

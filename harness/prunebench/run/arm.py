@@ -23,10 +23,11 @@ from prunebench.calibration import CalibrationSpec, CalibrationTokens, Statistic
 from prunebench.calibration.massive import MassiveRule
 from prunebench.errors import UsageError
 from prunebench.evaluate import ENGINE_VERSION, Sampling
-from prunebench.loader import load_method, load_method_class, load_suite, parse_parameters, resolve_model, source_of
+from prunebench.loader import load_method, load_method_class, load_suite, resolve_model, source_of
 from prunebench.mask import Budget, GroupPolicy, LayerShape, Mask, canonical_json, model_shape_text
 from prunebench.method import Method
 from prunebench.moe import check_device, experts_implementation_for
+from prunebench.parameters import parse_parameters
 from prunebench.quantize import Setting, setting_of
 from prunebench.record import RECORD_FILE, UNSAFE_LOCAL, read_run
 from prunebench.routing import Convention, Scale

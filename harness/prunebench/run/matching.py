@@ -8,9 +8,10 @@ from pathlib import Path
 
 from prunebench.errors import UsageError
 from prunebench.fit import model_size, stored_per_expert
-from prunebench.loader import load_method, load_method_class, parse_parameters, resolve_model
+from prunebench.loader import load_method, load_method_class, resolve_model
 from prunebench.method import Method
 from prunebench.moe.load import empty_model
+from prunebench.parameters import parse_parameters
 from prunebench.quantize import setting_of
 from prunebench.routing import Scale
 from prunebench.run.arm import ArmSpec
