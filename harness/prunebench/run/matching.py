@@ -14,8 +14,8 @@ from prunebench.moe.load import empty_model
 from prunebench.parameters import parse_parameters
 from prunebench.quantize import setting_of
 from prunebench.routing import Scale
-from prunebench.run.arm import ArmSpec
 from prunebench.run.sources import ModelFiles
+from prunebench.run.spec import ArmSpec
 from prunebench.storage import Bits, Match, Survey, account, match, read_headers, survey, tied_names
 
 __all__ = ["matched"]
