@@ -14,8 +14,6 @@ from prunebench.errors import UsageError
 from prunebench.loader import content_root, file_digests
 from prunebench.packing import unpack
 from prunebench.record import (
-    _OPTIONAL,
-    _TOP,
     items_to_table,
     read_items,
     read_record,
@@ -24,6 +22,7 @@ from prunebench.record import (
     write_items,
 )
 from prunebench.run.stored import documents_of
+from prunebench.schema import _OPTIONAL, _TOP
 from prunebench.storage import PARTS
 from prunebench.validation import RETRACTIONS, record_schema, validate_records
 from prunebench.validation.checks import CHECKS, first_fault
