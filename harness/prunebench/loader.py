@@ -469,7 +469,15 @@ def load_suite(name_or_path: str) -> Suite:
 
     if "=" in name_or_path and not _as_path(name_or_path).is_file():
         name, _, source = name_or_path.partition("=")
-        return load_suite(name).with_source(source)
+        named = load_suite(name)
+        if not source.strip():
+            raise UsageError(
+                f"suite {name} is given no source",
+                where=f"--suite {name_or_path}",
+                expected=f"{name}=SOURCE: a folder, a file, hub: or hub:ID[@REV]",
+                fix=f"give --suite {name} for its usual data",
+            )
+        return named.with_source(source)
     path = _resolve_file("suites", name_or_path)
     suite = vars(_load_file("suites", path)).get("SUITE")
     if not isinstance(suite, Suite):

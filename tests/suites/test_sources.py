@@ -155,6 +155,40 @@ def test_a_source_that_is_not_there_is_told_as_such(tmp_path):
             load_suite(f"gsm8k={source}").documents("gsm8k")
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "fidelity", "humaneval", "wikitext"])
+def test_an_empty_source_is_not_the_folder_that_one_stands_in(folder, monkeypatch, name):
+    monkeypatch.chdir(folder)
+    for source in ("", " "):
+        with pytest.raises(UsageError, match=rf"given no source; in --suite {name}=; .*give --suite {name} "):
+            load_suite(f"{name}={source}")
+    if name in {"gsm8k", "wikitext"}:
+        for hub in ("hub:@", "hub:@main"):
+            with pytest.raises(UsageError, match=f"no data set is named; in {hub}"):
+                load_suite(f"{name}={hub}").documents(name)
+
+
+def test_files_as_other_systems_write_them_are_the_same_data(folder, tmp_path):
+    plain = {name: (folder / name).read_bytes() for name in ("gsm8k.jsonl", "gsm8k-train.jsonl", "wikitext2-test.txt")}
+    changes = {
+        "bom": lambda text: b"\xef\xbb\xbf" + text,
+        "crlf": lambda text: text.replace(b"\n", b"\r\n"),
+        "both": lambda text: b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"),
+    }
+    for change, changed in changes.items():
+        (tmp_path / change).mkdir()
+        for name, text in plain.items():
+            (tmp_path / change / name).write_bytes(changed(text))
+        for name in ("gsm8k", "wikitext"):
+            assert suite_content(load_suite(f"{name}={tmp_path / change}")) == suite_content(
+                load_suite(f"{name}={folder}")
+            ), (name, change)
+    (tmp_path / "bom" / "gsm8k.jsonl").write_bytes(plain["gsm8k.jsonl"] + b"\r\n  \n")
+    assert len(load_suite(f"gsm8k={tmp_path / 'bom'}").documents("gsm8k")["test"]) == handwritten.ASKED
+    (tmp_path / "bom" / "gsm8k.jsonl").write_bytes(plain["gsm8k.jsonl"] + b'{"question": \n')
+    with pytest.raises(UsageError, match=rf"no JSON; in .*gsm8k.jsonl, line {handwritten.ASKED + 1};"):
+        load_suite(f"gsm8k={tmp_path / 'bom'}").documents("gsm8k")
+
+
 ENDINGS = {"ctx_a": "A", "ctx_b": "b", "activity_label": "c", "endings": ["d", "e"], "label": "1"}
 COPA = {"premise": "It fell.", "choice1": "A b.", "choice2": "C d.", "question": "cause", "label": 0}
 PROBLEM = {"question": "One?", "answer": "#### 1"}
