@@ -181,7 +181,7 @@ def test_paper_holds_every_column_and_what_was_folded(site, browser):
     run = next(path for path in (site / "runs").iterdir() if "<h2>Mask" in path.read_text())
     browser.call("Emulation.setDeviceMetricsOverride", width=landscape, height=718, deviceScaleFactor=1, mobile=False)
     browser.call("Emulation.setEmulatedMedia", media="print")
-    for page in (site / "index.html", site / "plots.html", site / "contrasts.html", site / "methods" / "mone.html", run):
+    for page in (*map(site.joinpath, ("index.html", "plots.html", "contrasts.html", "methods/mone.html")), run):
         browser.open(page.as_uri())
         assert browser.look("document.documentElement.scrollWidth") <= landscape, f"{page.name} is cut off"
         sizes = browser.look(
