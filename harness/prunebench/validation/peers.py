@@ -14,7 +14,7 @@ from prunebench.errors import UsageError
 from prunebench.items import ItemTable
 from prunebench.mask import canonical_json
 from prunebench.record import RECORD_FILE, Run, runs_under
-from prunebench.validation.checks import Documents, Finding, check_run
+from prunebench.validation.checks import Documents, Finding, check_run, stored_values
 from prunebench.validation.retractions import RETRACTIONS, read_retractions
 
 __all__ = ["Validation", "validate_records"]
@@ -118,7 +118,7 @@ class _Shelf:
         """Remember a run; partial ones are held against nothing."""
         if run.record["status"] != "complete":
             return
-        self.records.append((name, {key: run.record[key] for key in ("arm", "identity", "mask", "storage")}))
+        self.records.append((name, {key: run.record[key] for key in _KEPT}))
         for suite, cells in run.record["headline"].items():
             content = canonical_json([suite, run.record["identity"]["suites"].get(suite)])
             self.suites.setdefault(content, []).append(_Answered.of(name, suite, cells, run.items))
@@ -128,6 +128,7 @@ class _Shelf:
         for answered in self.suites.values():
             yield from _same_questions(answered)
         yield from _same_bytes(self.records)
+        yield from _same_words(self.records)
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def _same_questions(answered: Iterable[_Answered]) -> Iterator[Finding]:
             )
 
 
+_KEPT: Final = ("arm", "identity", "mask", "storage", "tensors")
 _PLAIN: Final = frozenset(
     (
         *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
@@ -204,6 +206,23 @@ def _same_bytes(records: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[Fi
                 yield Finding(
                     name, "bytes", f"{part} of {parts.get(part, 0)} bytes; the dense model and the mask give {wanted}"
                 )
+
+
+def _same_words(records: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[Finding]:
+    """Runs on the same weights have one router convention, and fills as wide as these weights' experts are."""
+    alike: dict[str, list[tuple[str, str, object]]] = {}
+    for name, one in records:
+        values = stored_values(one["tensors"])
+        alike.setdefault(f"convention {_weights(one)}", []).append((name, "arm", one["arm"]["convention"]))
+        if values:
+            width = one["storage"]["parts"].get("fills", 0) // values
+            alike.setdefault(f"fills {_weights(one)}", []).append((name, "bytes", width))
+    for said in alike.values():
+        usual = Counter(words for _, _, words in said).most_common(1)[0][0]
+        for name, rule, words in said:
+            if words != usual:
+                what = f"convention {words}" if rule == "arm" else f"fills of {words} bytes a value"
+                yield Finding(name, rule, f"{what}; the other runs on these weights have {usual}")
 
 
 def _weights(record: Mapping[str, Any]) -> str:
