@@ -333,6 +333,25 @@ def test_fills_are_stored_as_wide_as_those_of_the_other_runs(tmp_path):
     ]
 
 
+def test_items_that_another_mask_answered_to_the_last_bit_are_a_note(committed):
+    """Everything was made to agree, so nothing is wrong; only that two masks never answer alike is told."""
+    other = committed / "other"
+    shutil.copytree(COMMITTED / "tiny-granite" / "mone-ratio0.75-constant-A", other)
+    shutil.copyfile(committed / "run" / "items.parquet", other / "items.parquet")
+    path = other / "record.json"
+    record = migrated(json.loads(path.read_text()), where="")
+    items = read_items(other / "items.parquet")
+    record["metrics"] = metrics_from_items(items, record["headline"])
+    path.write_text(json.dumps(sealed(record, items)))
+    result = validate_records([committed], methods=file_digests("methods"), documents=documents_of())
+    assert result.findings == ()
+    assert result.notes == ("run: its items are those of other to the last bit, whose mask or weights are others",)
+    shutil.rmtree(other)
+    shutil.copytree(committed / "run", other)
+    again = validate_records([committed], methods=file_digests("methods"), documents=documents_of())
+    assert again.notes == (), "the same mask answers alike"
+
+
 def test_a_run_that_is_there_twice_is_a_finding(records):
     shutil.copytree(records / "dense", records / "elsewhere")
     assert found(records) == [("elsewhere", "record", "the same run as dense")]

@@ -81,6 +81,7 @@ def validate_records(
         if progress is not None:
             progress("runs", number + 1, len(folders))
     findings += shelf.findings()
+    notes += shelf.notes()
     for path in paths:
         for identifier, retraction in read_retractions(path).items():
             if identifier not in seen:
@@ -113,15 +114,26 @@ class _Shelf:
 
     suites: dict[str, list[_Answered]] = field(default_factory=dict)
     records: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    items: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Runs and what of the model answered in them, by the digest of their items."""
 
     def add(self, name: str, run: Run) -> None:
         """Remember a run; partial ones are held against nothing."""
         if run.record["status"] != "complete":
             return
+        answered_by = canonical_json([_weights(run.record), (run.record["mask"] or {}).get("digest")])
+        self.items.setdefault(run.items.digest, []).append((name, answered_by))
         self.records.append((name, {key: run.record[key] for key in _KEPT}))
         for suite, cells in run.record["headline"].items():
             content = canonical_json([suite, run.record["identity"]["suites"].get(suite)])
             self.suites.setdefault(content, []).append(_Answered.of(name, suite, cells, run.items))
+
+    def notes(self) -> Iterator[str]:
+        """Items that another mask answered to the last bit: only experts that nothing asks for explain that."""
+        for (first, answered_by), *others in self.items.values():
+            for name, other in others:
+                if other != answered_by:
+                    yield f"{name}: its items are those of {first} to the last bit, whose mask or weights are others"
 
     def findings(self) -> Iterator[Finding]:
         """What the runs do not share and should."""
