@@ -28,7 +28,7 @@ from torch import Tensor
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, by_pass
 from prunebench.calibration.score import distinct, settings_of
 from prunebench.conformance.cases import CONVENTIONS, EXPERTS, HOMES, Case, case
-from prunebench.conformance.result import Fault, NotApplicable, Refusal, Result
+from prunebench.conformance.result import Fault, NotApplicable, Refusal, Result, of_method
 from prunebench.conformance.watch import Act, watching
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.install import installed
@@ -213,7 +213,9 @@ class Subject:
                 self.plan("plain", family=family)
             except Refusal as reason:
                 refused.append(f"{family}: {reason}")
-            except Exception:  # noqa: BLE001  checks will say which and why
+            except BaseException as error:  # checks will say which and why
+                if not of_method(error):
+                    raise
                 return family
             else:
                 return family
@@ -321,7 +323,9 @@ class Subject:
             with left_behind(trial, where.moe), watching(self.files, closely=closely) as acts:
                 try:
                     self.kept[key] = work(), None
-                except (Exception, SystemExit) as error:  # noqa: BLE001  a method may raise anything
+                except BaseException as error:  # a method may raise anything
+                    if not of_method(error):
+                        raise
                     self.kept[key] = None, self.named(error)
             trial.acts += acts
         value, failure = self.kept[key]
@@ -339,7 +343,13 @@ class Subject:
         if isinstance(error, PruneBenchError):
             return error
         place = f"{Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else "prunebench, for this method"
-        return Fault(f"{type(error).__name__}: {error}", where=place, expected="no error, or a UsageError of one line")
+        return Fault(
+            f"{type(error).__name__}: {error}".rstrip(": "),
+            where=place,
+            expected="no error, or a UsageError of one line",
+            fix="find what the line takes for granted",
+            instead="raise a UsageError that says what the method is not for",
+        )
 
     def _watched(self, trial: Trial, change: Callable[[LayerView], LayerView] | None = None) -> Method:
         """The same method, whose verbs note their calls."""
