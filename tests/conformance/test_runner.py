@@ -16,7 +16,7 @@ import torch
 from prunebench import Method, cli, load_method
 from prunebench.conformance import CHECKS, ConformanceError, check_method, parametrize_with_checks, report_of, rules
 from prunebench.conformance.cases import CONVENTIONS, HOMES, case, least_gap
-from prunebench.conformance.subject import same
+from prunebench.conformance.left import same
 from prunebench.errors import UsageError
 from prunebench.testing import FAMILIES, opened_model
 

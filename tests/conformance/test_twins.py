@@ -52,3 +52,11 @@ def test_a_twin_fails_its_check_and_nothing_else(tmp_path, twin):
 
 def test_every_check_has_a_twin():
     assert {twin.check for twin in twins.TWINS} == set(CHECKS)
+
+
+def test_what_one_method_replaces_does_not_blind_the_checks_of_the_next(tmp_path):
+    by_what = {twin.does: twin for twin in twins.TWINS}
+    for does in ("puts its own function in the place of torch's", "is a mean of batch means"):
+        twin = by_what[does]
+        report = report_of(method_of(twin.text, tmp_path), routers=ROUTERS)
+        assert [one.check for one in report.of("failed")] == [twin.check], report.to_text()

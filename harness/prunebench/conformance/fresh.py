@@ -29,8 +29,9 @@ from torch import Tensor
 
 import prunebench
 from prunebench.conformance.cases import HOMES, case
+from prunebench.conformance.left import left_behind
 from prunebench.conformance.result import Fault
-from prunebench.conformance.subject import HALF, Subject, Trial, forget_passes, left_behind, planned, selected
+from prunebench.conformance.subject import HALF, Subject, Trial, forget_passes, planned, selected
 from prunebench.conformance.watch import watching
 from prunebench.errors import PrerequisiteError, PruneBenchError
 from prunebench.mask import Mask

@@ -98,8 +98,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed and no expectation is stale."""
-        return not any(one.outcome in _BAD for one in self.results)
+        """Whether something was checked, nothing failed and no expectation is stale."""
+        return bool(self.results) and not any(one.outcome in _BAD for one in self.results)
 
     def demand(self) -> Report:
         """The report, if all is well.
