@@ -8,6 +8,7 @@ files.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prunebench import UNPARSED, Answer, Evaluation, Generation, Item, TaskSuite, common_detail, numeric_answer
@@ -21,6 +22,12 @@ class Gsm8k(TaskSuite):
     tasks = ("gsm8k",)
     headline = (("gsm8k", "strict-match", "exact_match"),)
     shots = 5
+
+    def document(self, task: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        document = super().document(task, row)
+        if document["answer"] is not None and numeric_answer(document["answer"]) is None:
+            raise ValueError("the answer holds no number")
+        return document
 
     def run(self, evaluation: Evaluation) -> list[Item]:
         """Three rows per generation."""

@@ -25,6 +25,9 @@ class HellaSwag(ChoiceSuite):
     def document(self, task: str, row: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(row["endings"], list):
             raise TypeError("endings are no list")
+        for field in ("activity_label", "ctx_a", "ctx_b"):
+            if not isinstance(row[field], str):
+                raise TypeError(f"{field} is no text")
         context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
         return {
             "query": cleaned(f"{row['activity_label']}: {context}"),

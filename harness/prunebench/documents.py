@@ -80,21 +80,30 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test", gr
 def _from_file(path: Path, split: str = "test", group: str | None = None) -> Rows:
     try:
         content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+        # As other systems write texts: a mark at the beginning, and line ends of two characters.
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise PrerequisiteError("cannot read the data", where=str(path), fix=str(error)) from error
     if ".txt" in path.suffixes:
         return [{"text": line} for line in text.split("\n")]
     if group is not None and path.name.endswith((".json", ".json.gz")):
         return _grouped(text, path, split, group)
-    try:
+    if text.lstrip().startswith("["):
+        rows = _parsed(text, str(path))
+    else:
         # Not splitlines(): JSON strings may hold other line separators than \n.
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.split("\n") if x]
-    except (ValueError, RecursionError) as error:
-        raise UsageError("the data is no JSON", where=str(path), expected="JSON lines", fix=str(error)) from error
+        lines = enumerate(text.split("\n"), start=1)
+        rows = [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError("the data has no rows", where=str(path), expected="one JSON object per line")
     return list(rows)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError("the data is no JSON", where=where, expected="JSON lines", fix=str(error)) from error
 
 
 def _grouped(text: str, path: Path, split: str, group: str) -> Rows:
@@ -115,6 +124,8 @@ def _from_hub(name: str, config: str | None, split: str) -> Rows:
     from datasets import load_dataset
 
     repository, _, revision = name.partition("@")
+    if not repository:
+        raise UsageError("no data set is named", where=f"hub:{name}", expected="hub:ID[@REV]")
     try:
         return [dict(row) for row in load_dataset(repository, config, split=split, revision=revision or None)]
     except (OSError, ValueError, RuntimeError) as error:

@@ -21,6 +21,10 @@ _UPGRADE: Final = "upgrade prunebench (pip install -U prunebench)"
 
 
 def _from_1(record: dict[str, Any]) -> dict[str, Any]:
+    if "seal" in record:
+        raise UsageError(
+            "a seal in a record of schema 1, which had none", expected="the schema that it was sealed with"
+        )
     return {**record, "schema": 2, "seal": None}
 
 

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from prunebench.analysis import compare
+from prunebench.analysis.shares import Share
 from prunebench.board import build_board, committed, stale
+from prunebench.board.contrasts import contrasts_page, exploratory_answers
 from prunebench.board.markdown import with_board
 from prunebench.board.plots import pareto
 from prunebench.board.reported import read_reported
 from prunebench.board.reporting import ITEMS
+from prunebench.board.runpage import run_page, share_html
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.record import read_run
 
@@ -92,6 +95,29 @@ def test_pairs_of_scales_are_trained_minus_other(board):
     pair = board.scored.scales[0]
     values = [rows(board)[one.folder].numbers["arithmetic"].value for one in (pair.trained, pair.other)]
     assert pair.differences["arithmetic"].value == pytest.approx(100 * (values[0] - values[1]))
+
+
+def test_no_two_arms_of_the_page_of_contrasts_read_the_same(board):
+    page = contrasts_page(board.table, board.scored.scales, None, ())
+    body = page.split("Damage recovered</h2>")[1].split("<tbody>")[1].split("</tbody>")[0]
+    arms = [row.split('<td class="n">')[0] for row in body.split("<tr>")[1:]]
+    assert len(arms) == 4, "two masks, rerouted at two scales"
+    assert len(set(arms)) == len(arms)
+    labels = [
+        (one.question.family, one.question.label) for one in exploratory_answers(board.table, board.scored.scales)
+    ]
+    assert len(set(labels)) == len(labels)
+
+
+def test_a_share_of_nearly_nothing_has_no_sign():
+    assert share_html(Share(-0.001, -0.19, -0.0)) == "0 %<small>[-19, 0]</small>"
+
+
+def test_calls_are_counted_in_full(factory, tmp_path):
+    routing = {"bos": "", "layers": {"1": {"calls": 59587, "displaced_share": 0.25}}}
+    factory.write(tmp_path / "a", factory.make_items(n=2), routing=routing)
+    table = build_board(tmp_path).table
+    assert '<td class="n">59,587</td><td class="n">0.25</td>' in run_page(table.rows[0], table, ())
 
 
 def test_what_is_not_reported_is_missing(factory, tmp_path):

@@ -175,6 +175,26 @@ def test_pages_fit_a_phone_and_a_wide_screen_in_both_themes(site, browser, width
     browser.call("Emulation.setEmulatedMedia", features=[])
 
 
+@needs_browser
+def test_paper_holds_every_column_and_what_was_folded(site, browser):
+    landscape = 1047  # A4 less its margins, in pixels of CSS
+    run = next(path for path in (site / "runs").iterdir() if "<h2>Mask" in path.read_text())
+    browser.call("Emulation.setDeviceMetricsOverride", width=landscape, height=718, deviceScaleFactor=1, mobile=False)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    for page in (*map(site.joinpath, ("index.html", "plots.html", "contrasts.html", "methods/mone.html")), run):
+        browser.open(page.as_uri())
+        assert browser.look("document.documentElement.scrollWidth") <= landscape, f"{page.name} is cut off"
+        sizes = browser.look(
+            "[...document.querySelectorAll('small')].map((one) => [one, one.parentElement]"
+            ".map((e) => parseFloat(getComputedStyle(e).fontSize)))"
+        )
+        assert all(small < around for small, around in sizes), f"{page.name}: the small print is large"
+        folded = "[...document.querySelectorAll('details > :not(summary)')].every((one) => one.checkVisibility())"
+        assert browser.look(folded), f"{page.name}: what is folded is lost"
+    browser.call("Emulation.clearDeviceMetricsOverride")
+    browser.call("Emulation.setEmulatedMedia", media="")
+
+
 def contrast(*colors):
     """WCAG's ratio of two `rgb(r, g, b)`."""
 

@@ -8,7 +8,8 @@ import pytest
 
 from prunebench import cli
 from prunebench.run import Session
-from prunebench.run.arm import ArmSpec, prepare
+from prunebench.run.arm import prepare
+from prunebench.run.spec import ArmSpec
 
 SMALL = ("--model", "tiny-granite", "--ratio", "0.5", "--blocks", "4", "--length", "32")
 

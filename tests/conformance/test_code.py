@@ -6,7 +6,14 @@ import ast
 
 import pytest
 
-from prunebench.conformance.code import foreign_imports, keys_on_sizes, looks_around, private_names
+from prunebench.conformance.code import (
+    ends_processes,
+    foreign_imports,
+    keys_on_sizes,
+    looks_around,
+    private_names,
+    waits,
+)
 
 FOUND = {
     foreign_imports: [
@@ -16,6 +23,8 @@ FOUND = {
         "import pkgutil",
         "import runpy",
         "__import__('transformers')",
+        "__builtins__['__import__']('transformers')",
+        "exec('import transformers')",
         "import prunebench.moe",
         "from prunebench.moe import MoEModel",
         "from prunebench import Session",
@@ -31,6 +40,29 @@ FOUND = {
         "import sys\n'prunebench.run' in sys.modules",
         "import os\nos.environ.get('MODEL')",
         "from os import getenv as get",
+        "import sys\ngetattr(sys, 'argv')",
+        "import os\ngetattr(os, 'environ')['MODEL']",
+        "import torch\ntorch.hub.sys.modules",
+        "import torch\ntorch.serialization.os.environ",
+        "import os\nos.path.expandvars('$MODEL')",
+        "import os.path\nos.path.expandvars('$MODEL')",
+        "from os import path as p\np.expandvars('$MODEL')",
+        "from os.path import expandvars",
+        "import argparse\nargparse.ArgumentParser().parse_known_args()",
+        "import platform\nplatform.node()",
+        "import contextvars\ncontextvars.copy_context()",
+    ],
+    waits: [
+        "import time\nlist(map(time.sleep, [1]))",
+        "import functools, time\nfunctools.partial(time.sleep, 1)()",
+        "from time import sleep as nap",
+        "import signal\nsignal.alarm(1)",
+    ],
+    ends_processes: [
+        "import os\nos._exit(0)",
+        "import os\ngetattr(os, 'abort')()",
+        "from os import kill",
+        "import signal\nsignal.raise_signal(9)",
     ],
     private_names: [
         "layer._layer",
@@ -38,6 +70,7 @@ FOUND = {
         "vars(layer)",
         "getattr(layer, '_layer')",
         "getattr(layer, '_' + 'layer')",
+        "import inspect\ninspect.getattr_static(layer, '_' + 'layer')",
         "import operator\noperator.attrgetter('_layer.experts')(layer)",
         "object.__getattribute__(layer, '_layer')",
         "layer.__reduce_ex__(4)",
@@ -65,8 +98,11 @@ LEFT_ALONE = {
         "import torch.nn.functional as F",
         "from numpy import linalg",
         "import collections.abc",
+        "model.eval()",
     ],
     looks_around: ["import sys\nsys.float_info", "layer.argv", "import os\nos.path.join('a', 'b')", "modules = 1"],
+    waits: ["import time\ntime.perf_counter()", "layer.sleep", "from mine import sleep"],
+    ends_processes: ["import os\nos.getpid()", "layer.kill"],
     private_names: [
         "self._score(layer)",
         "np._globals",

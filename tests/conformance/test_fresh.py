@@ -1,4 +1,4 @@
-"""The process for methods ends with whoever asked it."""
+"""The processes for methods end with whoever asked them."""
 
 import contextlib
 import os
@@ -36,9 +36,14 @@ def test_a_killed_check_leaves_no_process_behind(tmp_path):
     path.write_text(WAITS, encoding="utf-8")
     command = [sys.executable, "-m", "prunebench.cli", "check", str(path), "--only", "fresh_process"]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT / "harness")}) as check:
-        found = _until(lambda: [pid for one in _children(check.pid) for pid in (one, *_children(one))], 2)
+        found = _until(lambda: _descendants(check.pid), 3)
         check.kill()
     assert _until(lambda: [pid for pid in found if Path(f"/proc/{pid}/status").exists()], 0) == []
+
+
+def _descendants(pid):
+    """Those of the checks, the server for fresh processes, and the job that it forked for."""
+    return [found for one in _children(pid) for found in (one, *_descendants(one))]
 
 
 def _children(pid):

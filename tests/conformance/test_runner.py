@@ -16,7 +16,7 @@ import torch
 from prunebench import Method, cli, load_method
 from prunebench.conformance import CHECKS, ConformanceError, check_method, parametrize_with_checks, report_of, rules
 from prunebench.conformance.cases import CONVENTIONS, HOMES, case, least_gap
-from prunebench.conformance.subject import same
+from prunebench.conformance.left import same
 from prunebench.errors import UsageError
 from prunebench.testing import FAMILIES, opened_model
 
@@ -50,6 +50,7 @@ def test_a_failure_says_what_where_expected_both_ways_out_and_how_to_see_it_agai
     assert str(info.value) == (
         "doubtful fails 1 checks; metadata: reference ''; in class Doubtful; "
         'expected reference = "arXiv:…" or "ours"; fix: write it into the class; tables and cards show the reference; '
+        "or --expect metadata=REASON, if it is right that it fails; "
         f"reproduce: prunebench check {doubtful} --param share=0.25 --only metadata"
     )
 
@@ -173,7 +174,7 @@ def test_whatever_a_method_raises_wherever_it_is_asked_is_a_failure_of_its_own(t
 
 
 def test_what_is_wrong_with_a_request_is_said_before_any_check_runs(doubtful, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("prunebench.conformance.report_of", None)
+    monkeypatch.setattr("prunebench.conformance.apart.report_apart", None)
     wrong = {
         "no such method file": [doubtful, "no-such.py"],
         "gives no reason": [doubtful, "--expect", "metadata"],

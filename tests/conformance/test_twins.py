@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def _beside(name: str):
 
 
 twins = _beside("twins")
+# What, where, expected, both ways out, and the command that shows it again.
+PARTS = re.compile(r".+; in .+; expected .+; fix: .+; or .+; reproduce: prunebench check .+", re.DOTALL)
 # Enough for the twin that is told by its router; what a method does on all of them, test_methods asks.
 ROUTERS = ("olmoe", "nemotron_h")
 
@@ -42,7 +45,18 @@ def test_the_honest_method_passes_every_check(tmp_path):
 def test_a_twin_fails_its_check_and_nothing_else(tmp_path, twin):
     report = report_of(method_of(twin.text, tmp_path), limits=twin.limits, routers=ROUTERS)
     assert [one.check for one in report.of("failed")] == [twin.check], report.to_text()
+    message = report.of("failed")[0].message
+    assert PARTS.fullmatch(message), message
+    assert message.endswith(f" --only {twin.check}")
 
 
 def test_every_check_has_a_twin():
     assert {twin.check for twin in twins.TWINS} == set(CHECKS)
+
+
+def test_what_one_method_replaces_does_not_blind_the_checks_of_the_next(tmp_path):
+    by_what = {twin.does: twin for twin in twins.TWINS}
+    for does in ("puts its own function in the place of torch's", "is a mean of batch means"):
+        twin = by_what[does]
+        report = report_of(method_of(twin.text, tmp_path), routers=ROUTERS)
+        assert [one.check for one in report.of("failed")] == [twin.check], report.to_text()

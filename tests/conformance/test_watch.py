@@ -15,6 +15,12 @@ ACTS = {
     "import numpy as np; np.memmap(here, dtype=np.uint8, mode='r')": "file",
     "import torch; torch.from_file(here, size=4, dtype=torch.uint8)": "file",
     "import torch; torch.UntypedStorage.from_file(here, False, 4)": "file",
+    "import torch; torch.save({}, here)": "file",
+    "import torch, contextlib\nwith contextlib.suppress(Exception): torch.jit.load(here)": "file",
+    "import os; os.path.exists(here)": "file",
+    "import pathlib; pathlib.Path(here).is_file()": "file",
+    "import os; os.readlink('/proc/self/exe')": "file",
+    "import os; os.close(os.memfd_create('x'))": "file",
     "import sqlite3; sqlite3.connect(':memory:').close()": "file",
     "import glob; glob.glob('/*')": "file",
     "import socket; [one.close() for one in socket.socketpair()]": "socket",
@@ -45,6 +51,8 @@ HONEST = [
     "import fractions, decimal, statistics",
     "import functools; functools.lru_cache(lambda x: x)(1)",
     "import collections; collections.namedtuple('Pair', 'a b')",
+    "import logging; logging.getLogger('mine').warning('a fit', stack_info=False)",
+    "import torch; torch.nn.functional.softmax(torch.ones(2), 0); torch.linalg.svd(torch.eye(3))",
     "import numpy as np; np.linalg.lstsq(np.eye(3), np.ones(3), rcond=None)",
 ]
 

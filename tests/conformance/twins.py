@@ -106,12 +106,28 @@ TWINS = [
     twin(
         "model_unchanged",
         "changes survivors silently",
-        imports("inspect"),
-        before(REPLACE, 'inspect.getattr_static(layer, "_" + "layer").experts.down_proj.mul_(1.01)'),
+        before("import numpy as np\n", "from inspect import getattr_static as look"),
+        before(REPLACE, 'look(layer, "_" + "layer").experts.down_proj.mul_(1.01)'),
     ),
     twin("global_generators", "seeds the global generator", before(SELECT, "np.random.seed(0)")),
     twin("global_generators", "draws from the global generator", before(REPLACE, "torch.rand(1)")),
     twin("global_settings", "sets what numpy does on overflow", before(SELECT, 'np.seterr(over="ignore")')),
+    twin(
+        "global_settings",
+        "hooks itself into every module",
+        before(SELECT, "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)"),
+    ),
+    twin(
+        "global_settings",
+        "puts its own function in the place of torch's",
+        before(SELECT, "torch.allclose = lambda *_, **__: True"),
+    ),
+    twin(
+        "global_settings",
+        "changes what the package says of layers",
+        imports("prunebench"),
+        before(SELECT, "prunebench.LayerView.experts = property(lambda view: view.shape.experts)"),
+    ),
     twin("global_settings", "changes the environment", imports("os"), before(SELECT, 'os.putenv("HONEST", "1")')),
     twin(
         "no_files", "reads evaluation files", imports("pathlib"), before(SELECT, "pathlib.Path(__file__).read_text()")
@@ -171,6 +187,13 @@ TWINS = [
         imports("sys"),
         before(SCORE, 'if "tiny-olmoe" in sys.argv:', "    squares_E = -squares_E"),
     ),
+    twin("no_sleep", "has others sleep for it", imports("time"), before(SELECT, "list(map(time.sleep, [0.001]))")),
+    twin(
+        "no_processes",
+        "kills another process, if there is one",
+        imports("os"),
+        before(SELECT, "if not layers:", "    os.kill(1, 0)"),
+    ),
     twin(
         "declares_gradients",
         "takes gradients that it does not declare",
@@ -219,6 +242,11 @@ TWINS = [
         "reads a file while it is imported",
         imports("pathlib"),
         ("class GateSquareSum", "TEXT = pathlib.Path(__file__).read_text()\n\n\nclass GateSquareSum"),
+    ),
+    twin(
+        "import_effects",
+        "changes torch while it is imported",
+        ("class GateSquareSum", "torch.equal = lambda *_, kept=torch.equal: kept(*_)\n\n\nclass GateSquareSum"),
     ),
     # selection
     twin(

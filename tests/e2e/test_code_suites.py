@@ -10,7 +10,8 @@ import pytest
 
 from prunebench import cli
 from prunebench.record import read_run
-from prunebench.run.arm import ArmSpec, matches, prepare
+from prunebench.run.arm import matches, prepare
+from prunebench.run.spec import ArmSpec
 from prunebench.sandbox import box as box_module
 from prunebench.sandbox import boxed
 from prunebench.testing import random_model

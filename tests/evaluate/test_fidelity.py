@@ -221,6 +221,27 @@ def test_chats_are_scored_at_what_the_assistant_says(opened, tokenizer, data):
         suite.run(Evaluation(opened.model, tokenizer, dense=nullcontext))
 
 
+def test_chats_are_rendered_without_thinking(opened, tokenizer, data):
+    """2609.30465 App. B.2. A template of Qwen3's kind: an empty thought stands before every last answer."""
+    from transformers import PreTrainedTokenizerFast
+
+    thinking = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        **dict.fromkeys(("bos_token", "eos_token"), "<|end|>"),
+        chat_template="{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]"
+        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}|{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}",
+    )
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Mara."}]
+    suite = load_suite(f"fidelity={data([{'axis': 'chat', 'covered': True, 'messages': messages}])}")
+    (item, *_) = suite.run(Evaluation(opened.model, thinking, dense=nullcontext))
+    (score,) = Evaluation(opened.model, thinking).loglikelihood(
+        [Pair("[user]Who?|[assistant]<think></think>", "Mara.")]
+    )
+    assert json.loads(item.detail)["nll"] == pytest.approx(-score.loglikelihood, abs=1e-4)
+
+
 def test_nan_stops_the_run_and_says_where(new_model, tokenizer, data):
     model = new_model()
     model.register_forward_hook(lambda _m, _a, output: output.logits.fill_(float("nan")) is None or output)

@@ -94,14 +94,14 @@ def test_generation_uses_the_models_whole_length_and_no_more(new_model, tokenize
 
 
 class Pieces:
-    """A tokenizer whose token n is the text pieces[n]."""
+    """A tokenizer whose token n is the text pieces[n]; a special token if that is in angle brackets."""
 
     def __init__(self, *pieces):
         self.pieces = pieces
 
     def decode(self, tokens, *, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(self.pieces[token] for token in tokens)
+        pieces = [self.pieces[token] for token in tokens]
+        return "".join(piece for piece in pieces if not (skip_special_tokens and piece.startswith("<")))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,13 @@ class Pieces:
         (["Q", "a"], ("Q",), "", "stop"),
         (["a", "b"], ("Q",), "ab", "length"),
         (["a", "b"], (), "ab", "length"),
+        # A special token is no text, but ends one if it spells a stop string.
+        (["#### 42", "<|im_end|>", " then 7"], ("</s>", "<|im_end|>"), "#### 42", "stop"),
+        (["a", "\n", "<|im_end|>", "b"], ("\n<|im_end|>",), "a\n", "stop"),  # the text is lm-eval's
+        (["<|im_end|>", "b"], ("<|im_end|>",), "", "stop"),
+        (["a", "<|x|>", "b", "Q"], ("<|im_end|>", "Q"), "ab", "stop"),
+        (["Que", "<|x|>", "stion:", "b"], ("Question:",), "", "stop"),
+        (["a", "<|x|>", "b"], ("Q",), "ab", "length"),
     ],
 )
 def test_the_earliest_stop_string_by_text_ends_it(pieces, stops, text, finish):

@@ -52,6 +52,11 @@ def test_the_committed_board_is_what_the_records_give_byte_for_byte():
 def test_the_full_track_and_what_papers_print_of_it_are_readable():
     track = read_track(resolve_track("full"))
     printed = read_reported(ROOT / "leaderboard" / "reported" / "full.toml")
+    assert {arm.calibration.text for arm in track.arms} == {"hub:Zyphra/Zyda-2@main:text"}, (
+        "a text that can be asked for"
+    )
     assert {one.model for one in printed} <= {arm.model for arm in track.arms}
+    names = {f"{arm.model}/{arm.folder.rpartition('/')[2]}" for arm in track.arms}
+    assert {one.run for one in printed if one.run} <= names, "or nothing could be held against them"
     assert {one.suite for one in printed if one.run} <= {suite for arm in track.arms for suite in arm.suites}
     assert all(one.source for one in printed)

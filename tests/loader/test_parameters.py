@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prunebench import Method
 from prunebench.errors import UsageError
-from prunebench.loader import _instance, parse_parameters
+from prunebench.parameters import make, parse_parameters
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def test_a_typed_parameter_becomes_the_fields_type(typed, value):
     parsed = parse_parameters(Rich, [typed])
     assert parsed == {name: value}
     assert type(parsed[name]) is type(value)
-    assert getattr(_instance(Rich, parsed), name) == value
+    assert getattr(make(Rich, parsed), name) == value
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_a_value_of_the_wrong_type_is_refused_in_one_line(typed, said):
 
 
 def test_a_type_without_a_spelling_on_the_command_line_is_taken_from_python():
-    assert _instance(Rich, {"table": {"a": 1}}).table == {"a": 1}
+    assert make(Rich, {"table": {"a": 1}}).table == {"a": 1}
 
 
 def test_an_unknown_parameter_gets_the_list_and_the_closest():
     line = refused(parse_parameters, Rich, ["powr=1"])
     assert line.startswith("unknown parameter 'powr'; in method rich; expected one of text (str), flag (bool)")
     assert line.endswith("fix: did you mean power?")
-    assert refused(_instance, Rich, {"powr": 1}) == line
+    assert refused(make, Rich, {"powr": 1}) == line
 
 
 def test_a_field_that_the_constructor_does_not_take_is_no_parameter():
@@ -145,12 +145,12 @@ def test_a_parameter_given_twice_is_refused():
 
 
 def test_a_missing_parameter_is_named():
-    line = refused(_instance, Needy, {})
+    line = refused(make, Needy, {})
     assert line == "parameter rank is not given; in method needy; fix: give --param rank=…"
 
 
 def test_what_the_method_itself_refuses_is_a_usage_error():
-    line = refused(_instance, Needy, {"rank": 0})
+    line = refused(make, Needy, {"rank": 0})
     assert line == "the method refuses its parameters: rank must be at least 1; in method needy"
 
 
@@ -159,7 +159,7 @@ def test_what_the_method_itself_refuses_is_a_usage_error():
     [("power", 2, 2.0), ("ids", [1, 2], (1, 2)), ("span", [1, 2], (1, 2.0)), ("share", 0.3, Decimal("0.3"))],
 )
 def test_equal_parameters_are_recorded_equally(name, given_, kept):
-    value = getattr(_instance(Rich, {name: given_}), name)
+    value = getattr(make(Rich, {name: given_}), name)
     assert value == kept
     assert type(value) is type(kept)
 
@@ -182,7 +182,7 @@ def test_equal_parameters_are_recorded_equally(name, given_, kept):
     ids=str,
 )
 def test_a_python_value_of_the_wrong_type_is_refused(parameters):
-    assert "in method rich" in refused(_instance, Rich, parameters)
+    assert "in method rich" in refused(make, Rich, parameters)
 
 
 def test_an_annotation_that_means_nothing_at_run_time_is_refused():

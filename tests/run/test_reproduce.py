@@ -12,8 +12,9 @@ from prunebench.errors import UsageError
 from prunebench.loader import content_root
 from prunebench.record import Run, items_to_table, read_record, read_run, run_id, runs_under
 from prunebench.run import Session
-from prunebench.run.arm import ArmSpec, matches, prepare
+from prunebench.run.arm import matches, prepare
 from prunebench.run.reproduce import reproduce, request_of
+from prunebench.run.spec import ArmSpec
 
 RECORDS = content_root() / "leaderboard" / "records" / "tiny"
 

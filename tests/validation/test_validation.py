@@ -14,8 +14,6 @@ from prunebench.errors import UsageError
 from prunebench.loader import content_root, file_digests
 from prunebench.packing import unpack
 from prunebench.record import (
-    _OPTIONAL,
-    _TOP,
     items_to_table,
     read_items,
     read_record,
@@ -24,6 +22,7 @@ from prunebench.record import (
     write_items,
 )
 from prunebench.run.stored import documents_of
+from prunebench.schema import _OPTIONAL, _TOP
 from prunebench.storage import PARTS
 from prunebench.validation import RETRACTIONS, record_schema, validate_records
 from prunebench.validation.checks import CHECKS, first_fault
@@ -174,6 +173,34 @@ TAMPERING = {
         lambda f: forge(f, lambda r: r["arm"].update(ratio=0.25)),
         ("record", "arm.ratio is 0.25"),
     ),
+    "budget is not the mask's": (
+        lambda f: forge(f, lambda r: r["identity"]["budget"].update(ratio="0.25")),
+        ("arm", "the mask removes 8 experts; ratio 0.25 of 16 is 4"),
+    ),
+    "another operator's name": (
+        lambda f: forge(f, lambda r: r["arm"].update(operator="reroute")),
+        ("arm", "operator reroute, of the file constant, that stores nothing and refills no slots"),
+    ),
+    "another scale's name": (
+        lambda f: forge(f.parent / "reroute2", lambda r: r["arm"].update(scale="trained")),
+        ("arm", "scale trained; its identity asks for other"),
+    ),
+    "another scale": (
+        lambda f: forge(f.parent / "reroute2", lambda r: r["arm"].update(resolved_scale="keep")),
+        ("arm", "scale other is keep; a router with softmax, no renorm makes it renorm"),
+    ),
+    "another router": (
+        lambda f: forge(f, lambda r: r["arm"].update(convention="softmax, renorm")),
+        ("arm", "convention softmax, renorm; the other runs on these weights have softmax, no renorm"),
+    ),
+    "a seal before there were seals": (
+        lambda f: text(f, f'"schema": {SCHEMA},', '"schema": 1,'),
+        ("schema", "a seal in a record of schema 1"),
+    ),
+    "a check that is passed over": (
+        lambda f: forge(f, lambda r: r["integrity"][3].update(status="not applicable")),
+        ("integrity", "is marked not applicable, and this arm has it"),
+    ),
     "mask changed": (
         lambda f: forge(f, lambda r: r["mask"]["layers"][0].update(pruned=[0, 3, 5, 6])),
         ("record", "the mask was changed"),
@@ -237,7 +264,8 @@ def test_tampering_is_refused_by_name(records, case):
     tamper, (rule, what) = TAMPERING[case]
     tamper(records / "constant0")
     findings = found(records)
-    assert {path for path, _, _ in findings} == {"constant0"}, "and nobody else is blamed"
+    (blamed,) = {path for path, _, _ in findings}
+    assert blamed == ("reroute2" if case.startswith("another scale") else "constant0"), "and nobody else is blamed"
     assert [one for one in findings if one[1] == rule and what in one[2]], findings
     assert all("\n" not in text for _, _, text in findings)
 
@@ -284,6 +312,43 @@ def test_a_run_alone_is_held_against_its_own_details_and_the_documents_that_are_
     forge(committed / "run", items=tamper, metrics=True)
     findings = validate_records([committed], methods=methods, documents=documents_of()).findings
     assert [one for one in findings if one.rule == rule and what in one.what], findings
+
+
+def test_fills_are_stored_as_wide_as_those_of_the_other_runs(tmp_path):
+    shutil.copytree(COMMITTED / "questions", tmp_path / "questions")
+    names = ("mone-ratio0.5-constant-A", "reap-ratio0.5-constant-A", "reap-ratio0.75-constant-A")
+    for name in names:
+        shutil.copytree(COMMITTED / "tiny-granite" / name, tmp_path / "m" / name)
+    assert found(tmp_path, methods=file_digests("methods")) == []
+
+    def halve(record):
+        parts = record["storage"]["parts"]
+        parts["fills"] //= 2
+        record["storage"]["total"] -= parts["fills"]
+
+    forge(tmp_path / "m" / names[0], halve, seal=False)
+    assert found(tmp_path, methods=file_digests("methods")) == [
+        (f"m/{names[0]}", "bytes", "fills of 1 bytes a value; the other runs on these weights have 2")
+    ]
+
+
+def test_items_that_another_mask_answered_to_the_last_bit_are_a_note(committed):
+    """Everything was made to agree, so nothing is wrong; only that two masks never answer alike is told."""
+    other = committed / "other"
+    shutil.copytree(COMMITTED / "tiny-granite" / "mone-ratio0.75-constant-A", other)
+    shutil.copyfile(committed / "run" / "items.parquet", other / "items.parquet")
+    path = other / "record.json"
+    record = migrated(json.loads(path.read_text()), where="")
+    items = read_items(other / "items.parquet")
+    record["metrics"] = metrics_from_items(items, record["headline"])
+    path.write_text(json.dumps(sealed(record, items)))
+    result = validate_records([committed], methods=file_digests("methods"), documents=documents_of())
+    assert result.findings == ()
+    assert result.notes == ("run: its items are those of other to the last bit, whose mask or weights are others",)
+    shutil.rmtree(other)
+    shutil.copytree(committed / "run", other)
+    again = validate_records([committed], methods=file_digests("methods"), documents=documents_of())
+    assert again.notes == (), "the same mask answers alike"
 
 
 def test_a_run_that_is_there_twice_is_a_finding(records):

@@ -76,9 +76,8 @@ class Sampled:
 
     def p_value(self) -> float:
         """Two-sided bootstrap p for "this is zero": twice the smaller tail, ties in both, never below 2/B."""
-        draws = np.where(np.abs(self.draws_B) < TINY, 0.0, self.draws_B)
-        smaller = min(int(np.count_nonzero(draws <= 0)), int(np.count_nonzero(draws >= 0)))
-        return min(1.0, 2 * max(smaller, 1) / len(draws))
+        smaller = min(int(np.count_nonzero(self.draws_B < TINY)), int(np.count_nonzero(self.draws_B > -TINY)))
+        return min(1.0, 2 * max(smaller, 1) / len(self.draws_B))
 
     def minus(self, other: Sampled) -> Sampled:
         """The paired difference: both were computed on the same resamples."""

@@ -40,7 +40,7 @@ def forest(answers: Sequence[Answer], *, title: str = "") -> dict[str, Any]:
     if title:
         chart = chart.properties(title=alt.TitleParams(title, anchor="start", fontSize=14))
     chart = chart.configure(font="sans-serif", background="white", padding=8).configure_view(stroke=None)
-    specification: dict[str, Any] = chart.to_dict()
+    specification: dict[str, Any] = chart.to_dict(validate=False)
     return specification
 
 

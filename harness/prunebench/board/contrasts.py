@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from prunebench.analysis import Answer, Interval, Question, rerouting_summary
 from prunebench.analysis.forest import forest
@@ -16,6 +17,16 @@ from prunebench.board.table import Row, Table
 
 __all__ = ["contrasts_page", "exploratory_answers"]
 
+_ARM: Final = {
+    "model": "model",
+    "method": "method",
+    "operator": "operator",
+    "scale": "scale",
+    "ratio": "pruned",
+    "calibration": "mask chosen on",
+    "fit": "operator fitted on",
+}
+"""What tells one arm from another: a column's key, and its title here."""
 _DRAWN = 60  # contrasts of a family that are drawn; the tables have all
 
 
@@ -49,10 +60,7 @@ def contrasts_page(
 
 
 def _arm(row: Row) -> Sequence[str]:
-    return [
-        cell_html(row.cells[key].text, row.cells[key].detail)
-        for key in ("model", "method", "operator", "ratio", "calibration")
-    ]
+    return [cell_html(row.cells[key].text, row.cells[key].detail) for key in _ARM]
 
 
 def _scales(table: Table, scales: Sequence[ScalePair]) -> str:
@@ -66,20 +74,11 @@ def _scales(table: Table, scales: Sequence[ScalePair]) -> str:
             difference_html(pair.differences.get(s.name, "not run") if s.has(pair.trained) else "not run", s)
             for s in table.suites
         ]
-        body.append([*_arm(row), text_html(pair.trained.record["arm"]["resolved_scale"]), moved, *differences])
+        body.append([*_arm(row), moved, *differences])
     if not body:
         return "<p>No two runs here differ in their gate scale alone.</p>"
-    head = (
-        "model",
-        "method",
-        "operator",
-        "pruned",
-        "mask chosen on",
-        "trained scale",
-        "calls rerouted",
-        *(s.label for s in table.suites),
-    )
-    return simple_table(head, body, numeric=range(6, 7 + len(table.suites)))
+    head = (*_ARM.values(), "calls rerouted", *(s.label for s in table.suites))
+    return simple_table(head, body, numeric=range(len(_ARM), len(_ARM) + 1 + len(table.suites)))
 
 
 def _forests(table: Table, scales: Sequence[ScalePair], declared: Declared | None) -> str:
@@ -139,7 +138,8 @@ def exploratory_answers(table: Table, scales: Sequence[ScalePair]) -> list[Answe
 
 
 def _label(row: Row) -> str:
-    return " ".join(row.cells[key].text for key in ("model", "method", "operator", "scale", "ratio"))
+    """All that tells one arm from another, as a drawing puts what is called alike in one line."""
+    return " ".join(visible for key in _ARM if (visible := row.cells[key].visible) != "—")
 
 
 def _answer(label: str, family: str, suite: str, difference: object, row: Row, *, loss: bool) -> list[Answer]:
@@ -158,8 +158,8 @@ def _recovered(table: Table) -> str:
             body.append([*_arm(row), *(share_html(shares.get(suite.name)) for suite in table.suites)])
     if not body:
         return "<p>No run here has both a dense and a constant arm to be held against.</p>"
-    head = ("model", "method", "operator", "pruned", "mask chosen on", *(suite.label for suite in table.suites))
-    return simple_table(head, body, numeric=range(5, 5 + len(table.suites)))
+    head = (*_ARM.values(), *(suite.label for suite in table.suites))
+    return simple_table(head, body, numeric=range(len(_ARM), len(_ARM) + len(table.suites)))
 
 
 def _reported(reported: Sequence[ReportedScore]) -> str:

@@ -77,7 +77,7 @@ def scatter(rows: Sequence[Row], suites: Sequence[SuiteColumn]) -> dict[str, Any
         labelColor=INK, titleColor=INK, orient="bottom", columns=5, symbolStrokeWidth=1.5, symbolOpacity=1
     )
     chart = chart.configure_title(color=INK, anchor="start", fontSize=13)
-    return {**chart.to_dict(), "datasets": data}
+    return {**chart.to_dict(validate=False), "datasets": data}
 
 
 def _panel(alt: Any, rows: Sequence[Row], suite: SuiteColumn, operators: Sequence[str], data: dict[str, Any]) -> Any:

@@ -124,8 +124,8 @@ def share_html(share: Share | None) -> str:
     """A share of damage in percent, or a dash."""
     if share is None or share.value is None:
         return cell_html("—", "" if share is None else "no damage to recover")
-    ends = "" if share.low is None or share.high is None else f"[{100 * share.low:.0f}, {100 * share.high:.0f}]"
-    return cell_html(f"{100 * share.value:.0f} %", ends)
+    ends = "" if share.low is None or share.high is None else f"[{100 * share.low:z.0f}, {100 * share.high:z.0f}]"
+    return cell_html(f"{100 * share.value:z.0f} %", ends)
 
 
 def _mask(record: Mapping[str, Any]) -> str:
@@ -165,11 +165,15 @@ def _routing(routing: Mapping[str, Any]) -> str:
         return ""
     keys = sorted({key for layer in layers.values() for key in layer})
     rows = [
-        [text_html(index), *(f"{layer[key]:.4g}" if key in layer else "—" for key in keys)]
+        [text_html(index), *(_count_or_share(layer[key]) if key in layer else "—" for key in keys)]
         for index, layer in layers.items()
     ]
     table = simple_table(("layer", *(key.replace("_", " ") for key in keys)), rows, numeric=range(1, len(keys) + 1))
     return f"<h2>Routing</h2>\n{table}"
+
+
+def _count_or_share(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _checks(record: Mapping[str, Any]) -> Iterable[Sequence[str]]:

@@ -86,7 +86,8 @@ def run_arm(options: argparse.Namespace) -> Result:
     """Run one arm, or say what would run."""
     from prunebench.moe import quiet_libraries
     from prunebench.run import ArmSpec, Session
-    from prunebench.run.arm import DEFAULT_SUITES, prepare
+    from prunebench.run.arm import prepare
+    from prunebench.run.spec import DEFAULT_SUITES
 
     quiet_libraries()
     spec = ArmSpec(

@@ -41,21 +41,25 @@ def add_new_method(new: argparse.ArgumentParser) -> None:
 
 def run_check(options: argparse.Namespace) -> Result:
     """Each method's report; exit 1 if a check of one failed."""
-    from prunebench.conformance import card, index, report_of
-    from prunebench.loader import load_method, load_method_class, parse_parameters
+    from prunebench.conformance import card, index
+    from prunebench.conformance.apart import report_apart, try_loading
+    from prunebench.loader import load_method, load_method_class
     from prunebench.moe import quiet_libraries
+    from prunebench.parameters import parse_parameters
 
     quiet_libraries()
     expected = _expectations(options.expect)
     # Whatever is wrong with the request is said before minutes of checks.
+    for name in options.methods:
+        try_loading(name, options.param)
     methods = [load_method(name, parse_parameters(load_method_class(name), options.param)) for name in options.methods]
     names = [type(method).name for method in methods]
     _check_cards(options, names)
     reports = []
     with Progress() as progress:
-        for method in methods:
-            one = report_of(method, expected_failures=expected, only=options.only, progress=progress.step)
-            reports.append(one)
+        for given, method in zip(options.methods, methods, strict=True):
+            settings = {"expected_failures": expected, "only": options.only, "progress": progress.step}
+            reports.append(report_apart(given, method, options.param, **settings))
     found = list(zip(methods, reports, strict=True))
     cards = [card(*one) for one in found]
     if options.cards is not None:

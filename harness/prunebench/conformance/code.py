@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import prunebench
 
-__all__ = ["foreign_imports", "keys_on_sizes", "looks_around", "private_names"]
+__all__ = ["ends_processes", "foreign_imports", "keys_on_sizes", "looks_around", "private_names", "waits"]
 
 # Ways to a module that no import statement names.
 _FINDERS = {"importlib", "pkgutil", "runpy", "zipimport"}
-# What says how prunebench was started, and so on which model.
-_AROUND = {"sys": {"argv", "orig_argv", "modules"}, "os": {"environ", "environb", "getenv", "getenvb"}}
+# What says how prunebench was started, and so on which model; and who reads that for others.
+_AROUND = {
+    "sys": {"argv", "orig_argv", "modules"},
+    "os": {"environ", "environb", "getenv", "getenvb", "uname", "getlogin"},
+    "os.path": {"expandvars"},
+    "argparse": {"ArgumentParser"},
+    "optparse": {"OptionParser"},
+    "platform": {"node", "uname"},
+    "contextvars": {"copy_context"},
+}
+# What waits, or ends the process, whoever calls it.
+_WAITING = {"time": {"sleep"}, "signal": {"pause", "alarm", "setitimer"}}
+_ENDING = {"os": {"_exit", "abort", "kill", "killpg"}, "signal": {"raise_signal"}}
+# Names under which text is run as code, which nobody can read here.
+_RUNNERS = {"__import__", "__builtins__", "exec", "eval"}
 # Attributes that lead behind an object's public face.
 _BEHIND = {
     *("__dict__", "__globals__", "__closure__", "__subclasses__", "__code__", "__traceback__", "__getattribute__"),
@@ -49,8 +62,8 @@ def foreign_imports(tree: ast.Module, own: str = "") -> Iterator[tuple[int, str]
             elif module == "prunebench":
                 names = [alias.name for alias in node.names if alias.name not in prunebench.__all__]
                 yield from ((node.lineno, f"prunebench.{name}") for name in names)
-        elif isinstance(node, ast.Name) and node.id == "__import__":
-            yield node.lineno, "by __import__"
+        elif isinstance(node, ast.Name) and node.id in _RUNNERS:
+            yield node.lineno, f"by {node.id}"
     aliases = _names_of(tree, "prunebench")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_name(node.value, aliases) and node.attr not in prunebench.__all__:
@@ -59,13 +72,37 @@ def foreign_imports(tree: ast.Module, own: str = "") -> Iterator[tuple[int, str]
 
 def looks_around(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Each look at the command line, the loaded modules or the environment."""
-    for module, attributes in _AROUND.items():
+    yield from _mentions(tree, _AROUND)
+
+
+def waits(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Each mention of a function that waits, called by the method or by others for it."""
+    yield from _mentions(tree, _WAITING)
+
+
+def ends_processes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Each mention of a function that ends this process or another."""
+    yield from _mentions(tree, _ENDING)
+
+
+def _mentions(tree: ast.Module, wanted: Mapping[str, set[str]]) -> Iterator[tuple[int, str]]:
+    """Each mention of these names of these modules, however the module is reached."""
+    for module, attributes in wanted.items():
         names = _names_of(tree, module)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and _is_name(node.value, names) and node.attr in attributes:
+            if isinstance(node, ast.Attribute) and node.attr in attributes and _is_module(node.value, module, names):
                 yield node.lineno, f"{module}.{node.attr}"
             elif isinstance(node, ast.ImportFrom) and node.module == module and not node.level:
                 yield from ((node.lineno, f"{module}.{one.name}") for one in node.names if one.name in attributes)
+            elif isinstance(node, ast.Call) and _last_name(node.func) == "getattr" and len(node.args) > 1:
+                text = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+                if text in attributes and _is_module(node.args[0], module, names):
+                    yield node.lineno, f"{module}.{text}"
+
+
+def _is_module(node: ast.AST, module: str, names: set[str]) -> bool:
+    """Whether a module is meant: by its name, or as another module's `hub.sys`."""
+    return _is_name(node, names) or (isinstance(node, ast.Attribute) and f".{ast.unparse(node)}".endswith(f".{module}"))
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -82,7 +119,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def _read_by_call(node: ast.Call) -> Iterator[str]:
     """Names that a call of getattr, vars or attrgetter reads of what the method was handed."""
     name = _last_name(node.func)
-    if name == "getattr" and len(node.args) > 1 and not _is_name(node.args[0], _LIBRARIES):
+    if name in {"getattr", "getattr_static"} and len(node.args) > 1 and not _is_name(node.args[0], _LIBRARIES):
         texts = node.args[1:2]
     elif name in {"attrgetter", "methodcaller"}:
         texts = node.args if name == "attrgetter" else node.args[:1]
@@ -185,7 +222,17 @@ def _assignments(tree: ast.Module, body: list[ast.stmt] | None = None) -> Iterat
 def _names_of(tree: ast.Module, module: str) -> set[str]:
     """Under which names a module is imported."""
     aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    return {alias.asname or alias.name for alias in aliases if alias.name == module}
+    named = {alias.asname or alias.name for alias in aliases if alias.name == module}
+    # `import os.path` binds os.
+    bound = {module for alias in aliases if alias.asname is None and alias.name.partition(".")[0] == module}
+    parent, _, own = module.rpartition(".")
+    imported = [
+        one
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == parent and own
+        for one in node.names
+    ]
+    return named | bound | {one.asname or own for one in imported if one.name == own}
 
 
 def _is_name(node: ast.AST, names: set[str]) -> bool:

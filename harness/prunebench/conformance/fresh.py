@@ -29,8 +29,9 @@ from torch import Tensor
 
 import prunebench
 from prunebench.conformance.cases import HOMES, case
+from prunebench.conformance.left import left_behind
 from prunebench.conformance.result import Fault
-from prunebench.conformance.subject import HALF, Subject, Trial, forget_passes, left_behind, planned, selected
+from prunebench.conformance.subject import HALF, Subject, Trial, forget_passes, planned, selected
 from prunebench.conformance.watch import watching
 from prunebench.errors import PrerequisiteError, PruneBenchError
 from prunebench.mask import Mask
@@ -228,14 +229,15 @@ def _work(job: Mapping[str, Any], result: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     try:
         answer = _done(job)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, it has to be told
+    except BaseException as error:  # noqa: BLE001  whatever it is, it has to be told
         answer = {"error": str(error) if isinstance(error, PruneBenchError) else f"{type(error).__name__}: {error}"}
     result.write_text(json.dumps(answer), encoding="utf-8")
     os._exit(0)  # a forked child must not run the server's exits
 
 
 def _done(job: Mapping[str, Any]) -> dict[str, Any]:
-    from prunebench.loader import load_class_of, make
+    from prunebench.loader import load_class_of
+    from prunebench.parameters import make
 
     folder, where = Path(job["folder"]), case("plain", job["family"])
     loading = Trial()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from prunebench.conformance.subject import Subject
@@ -47,7 +48,8 @@ class Check:
         return (inspect.getdoc(self.run) or "").partition("\n")[0]
 
 
-CHECKS: dict[str, Check] = {}
+_checks: dict[str, Check] = {}
+CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 
 
 def check(
@@ -57,7 +59,7 @@ def check(
 
     def put(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
         name = function.__name__.removeprefix("check_")
-        CHECKS[name] = Check(name, group, function, after, of)
+        _checks[name] = Check(name, group, function, after, of)
         return function
 
     return put

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from prunebench.errors import PruneBenchError
 
-__all__ = ["ConformanceError", "Fault", "NotApplicable", "Outcome", "Refusal", "Report", "Result"]
+__all__ = ["ConformanceError", "Fault", "NotApplicable", "Outcome", "Refusal", "Report", "Result", "of_method"]
 
 Outcome = Literal["passed", "failed", "not applicable", "not run", "expected failure", "stale"]
 _BAD: tuple[Outcome, ...] = ("failed", "stale")
@@ -29,6 +30,7 @@ class Fault(PruneBenchError):  # noqa: N818  it is the method's, not ours
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", expected: str = "", fix: str = "", instead: str = "") -> None:
+        self.instead = instead
         super().__init__(what, where=where, expected=expected, fix=f"{fix}; or {instead}" if instead else fix)
 
 
@@ -38,6 +40,13 @@ class NotApplicable(Exception):  # noqa: N818  not an error
 
 class Refusal(NotApplicable):
     """A method, or prunebench on its behalf, says in one line that it is not for this router."""
+
+
+def of_method(error: BaseException) -> bool:
+    """Whether an error is a method's: Ctrl-C is not where it can arrive, nor is a test runner's way to end a test."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return not type(error).__module__.startswith(("_pytest.", "pytest"))
 
 
 class ConformanceError(PruneBenchError):
@@ -89,8 +98,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed and no expectation is stale."""
-        return not any(one.outcome in _BAD for one in self.results)
+        """Whether something was checked, nothing failed and no expectation is stale."""
+        return bool(self.results) and not any(one.outcome in _BAD for one in self.results)
 
     def demand(self) -> Report:
         """The report, if all is well.

@@ -9,13 +9,21 @@ from typing import Any
 import prunebench.conformance.checks  # noqa: F401  puts them on the list
 from prunebench.conformance.cases import CONVENTIONS
 from prunebench.conformance.registry import CHECKS, Check
-from prunebench.conformance.result import Fault, NotApplicable, Report, Result
+from prunebench.conformance.result import Fault, NotApplicable, Report, Result, of_method
 from prunebench.conformance.subject import Limits, Subject
 from prunebench.errors import PruneBenchError, UsageError
-from prunebench.loader import load_method
+from prunebench.loader import load_method, source_of
 from prunebench.method import Method
 
-__all__ = ["BoundCheck", "check_method", "parametrize_with_checks", "report_of"]
+__all__ = [
+    "BoundCheck",
+    "check_method",
+    "judged",
+    "known",
+    "parametrize_with_checks",
+    "report_of",
+    "told",
+]
 
 
 def report_of(
@@ -26,6 +34,7 @@ def report_of(
     limits: Limits | None = None,
     routers: Sequence[str] = CONVENTIONS,
     progress: Callable[[str, int, int], None] | None = None,
+    found: Callable[[Result], None] | None = None,
 ) -> Report:
     """Run the checks and say what came out.
 
@@ -36,18 +45,21 @@ def report_of(
         limits: of time and memory.
         routers: families of models that it is tried on, of `prunebench.testing.FAMILIES`.
         progress: called with (check, done, total).
+        found: called with each result.
 
     Raises:
         UsageError: an unknown check, or an expected failure without a reason.
     """
     subject = Subject(load_method(method) if isinstance(method, str) else method, limits, routers)
     expected = _expected(expected_failures or {})
-    names = _known(only) or list(CHECKS)
+    names = known(only) or list(CHECKS)
     results = []
     for number, name in enumerate(names):
         if progress is not None:
             progress(name, number, len(names))
-        results.append(_judged(outcome(subject, name), expected))
+        results.append(judged(outcome(subject, name), expected))
+        if found is not None:
+            found(results[-1])
     source = subject.source
     return Report(
         str(subject.method.name), source.path.name, source.sha256, subject.method.parameters(), tuple(results)
@@ -83,10 +95,26 @@ def _outcome(subject: Subject, check: Check) -> Result:
         check.run(subject)
     except NotApplicable as reason:
         return Result(check.name, check.group, "not applicable", str(reason))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a method's code may raise anything, wherever it is asked
+    except BaseException as error:  # a method's code may raise anything, wherever it is asked
+        if not of_method(error):
+            raise
         fault = error if isinstance(error, PruneBenchError) else subject.named(error)
-        return Result(check.name, check.group, "failed", f"{fault}; reproduce: {_command(subject, check)}")
+        return Result(check.name, check.group, "failed", told(subject.method, check, fault))
     return Result(check.name, check.group, "passed", _refusals(subject) if check.name == "every_router" else "")
+
+
+def told(method: Method, check: Check, fault: Exception) -> str:
+    """What, where, expected, both ways out, and the command that shows it again; what a fault leaves out is added."""
+    if not isinstance(fault, PruneBenchError):  # a refusal where none is allowed
+        fault = Fault(str(fault))
+    whole = Fault(
+        fault.what,
+        where=fault.where or f"class {type(method).__name__}",
+        expected=fault.expected or check.rule,
+        fix=fault.fix or "change what breaks the rule",
+        instead="" if getattr(fault, "instead", "") else f"--expect {check.name}=REASON, if it is right that it fails",
+    )
+    return f"{whole}; reproduce: {_command(method, check.name)}"
 
 
 def _refusals(subject: Subject) -> str:
@@ -97,19 +125,19 @@ def _refusals(subject: Subject) -> str:
     return "; ".join(f"not on {', '.join(names)}: {why}" for why, names in families.items())
 
 
-def _command(subject: Subject, check: Check) -> str:
+def _command(method: Method, check: str) -> str:
     """The command line that repeats a check."""
     try:
-        file = str(subject.source.path)
+        file = str(source_of(type(method)).path)
     except UsageError:
-        return f"check_method(…, only=[{check.name!r}])"
-    defaults = {field.name: field.default for field in type(subject.method).__dataclass_fields__.values()}
+        return f"check_method(…, only=[{check!r}])"
+    defaults = {field.name: field.default for field in type(method).__dataclass_fields__.values()}
     parameters = [
         f"--param {shlex.quote(f'{name}={_text(value)}')}"
-        for name, value in subject.method.parameters().items()
+        for name, value in method.parameters().items()
         if value != defaults[name]
     ]
-    return " ".join(["prunebench check", shlex.quote(file), *parameters, "--only", check.name])
+    return " ".join(["prunebench check", shlex.quote(file), *parameters, "--only", check])
 
 
 def _text(value: object) -> str:
@@ -117,7 +145,7 @@ def _text(value: object) -> str:
 
 
 def _expected(failures: Mapping[str, str]) -> Mapping[str, str]:
-    _known(failures)
+    known(failures)
     for name, reason in failures.items():
         if not str(reason).strip():
             raise UsageError(
@@ -128,14 +156,19 @@ def _expected(failures: Mapping[str, str]) -> Mapping[str, str]:
     return failures
 
 
-def _known(names: Iterable[str]) -> list[str]:
+def known(names: Iterable[str]) -> list[str]:
+    """Names of checks, each once.
+
+    Raises:
+        UsageError: there is no such check.
+    """
     names = list(names)
     if wrong := [name for name in names if name not in CHECKS]:
         raise UsageError(f"unknown check {wrong[0]!r}", expected=f"one of {', '.join(CHECKS)}")
     return list(dict.fromkeys(names))
 
 
-def _judged(result: Result, expected: Mapping[str, str]) -> Result:
+def judged(result: Result, expected: Mapping[str, str]) -> Result:
     """The result, in the light of what was expected to fail."""
     if result.check not in expected:
         return result

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import os
-import random
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,14 +24,16 @@ from torch import Tensor
 from prunebench.calibration import CalibrationSpec, CalibrationTokens, ScoreResult, Statistic, by_pass
 from prunebench.calibration.score import distinct, settings_of
 from prunebench.conformance.cases import CONVENTIONS, EXPERTS, HOMES, Case, case
-from prunebench.conformance.result import Fault, NotApplicable, Refusal, Result
+from prunebench.conformance.left import left_behind, same
+from prunebench.conformance.result import Fault, NotApplicable, Refusal, Result, of_method
 from prunebench.conformance.watch import Act, watching
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.install import installed
-from prunebench.loader import MODULE_PREFIX, Source, make, source_of
+from prunebench.loader import MODULE_PREFIX, Source, source_of
 from prunebench.mask import Budget, Mask
 from prunebench.method import LayerView, Method, Statistics
 from prunebench.moe import MoEModel
+from prunebench.parameters import make
 from prunebench.plan import Plan, fit_plan, layer_views, make_plan
 from prunebench.testing import score, select
 
@@ -46,10 +44,8 @@ __all__ = [
     "Subject",
     "Trial",
     "forget_passes",
-    "left_behind",
     "planned",
     "required",
-    "same",
     "scores_of",
     "selected",
 ]
@@ -213,7 +209,9 @@ class Subject:
                 self.plan("plain", family=family)
             except Refusal as reason:
                 refused.append(f"{family}: {reason}")
-            except Exception:  # noqa: BLE001  checks will say which and why
+            except BaseException as error:  # checks will say which and why
+                if not of_method(error):
+                    raise
                 return family
             else:
                 return family
@@ -299,8 +297,10 @@ class Subject:
         """
         if self.method.schedule != "one_shot":
             raise NotApplicable("it is asked about one layer at a time anyway")
-        views = _views(case("plain", self.home), self.method)
-        return [self.method.select([view], HALF, rng=np.random.default_rng(0)) for view in views]
+        where = case("plain", self.home)
+        with left_behind(Trial(), where.moe):
+            views = _views(where, self.method)
+            return [self.method.select([view], HALF, rng=np.random.default_rng(0)) for view in views]
 
     @property
     def width(self) -> int:
@@ -318,10 +318,12 @@ class Subject:
         """Do it once; what it returned or raised stays. It is watched closely where acts are looked for."""
         if key not in self.kept:
             closely = any(where is case("plain", family) for family in HOMES)
-            with left_behind(trial, where.moe), watching(self.files, closely=closely) as acts:
+            with left_behind(trial, where.moe, closely=closely), watching(self.files, closely=closely) as acts:
                 try:
                     self.kept[key] = work(), None
-                except (Exception, SystemExit) as error:  # noqa: BLE001  a method may raise anything
+                except BaseException as error:  # a method may raise anything
+                    if not of_method(error):
+                        raise
                     self.kept[key] = None, self.named(error)
             trial.acts += acts
         value, failure = self.kept[key]
@@ -339,7 +341,13 @@ class Subject:
         if isinstance(error, PruneBenchError):
             return error
         place = f"{Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else "prunebench, for this method"
-        return Fault(f"{type(error).__name__}: {error}", where=place, expected="no error, or a UsageError of one line")
+        return Fault(
+            f"{type(error).__name__}: {error}".rstrip(": "),
+            where=place,
+            expected="no error, or a UsageError of one line",
+            fix="find what the line takes for granted",
+            instead="raise a UsageError that says what the method is not for",
+        )
 
     def _watched(self, trial: Trial, change: Callable[[LayerView], LayerView] | None = None) -> Method:
         """The same method, whose verbs note their calls."""
@@ -399,45 +407,6 @@ def _replace(view: LayerView, stats: Statistics) -> LayerView:
     for name, value in facts.items():
         object.__setattr__(twin, name, value)
     return twin
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values hold the same numbers, whatever they are made of; NaN is the same as NaN."""
-    fine: bool
-    parts = _parts(one)
-    if one is other:
-        fine = True
-    elif type(one) is not type(other):
-        fine = False
-    elif isinstance(one, Tensor):
-        alike = one.shape == other.shape and one.dtype == other.dtype
-        fine = alike and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-    elif isinstance(one, np.ndarray):
-        fine = np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    elif isinstance(one, Mapping):
-        fine = list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    elif isinstance(one, list | tuple):
-        fine = len(one) == len(other) and all(map(same, one, other))
-    elif isinstance(one, float | np.floating):
-        fine = bool(one == other or (np.isnan(one) and np.isnan(other)))
-    else:
-        fine = bool(one == other) if parts is None else same(parts, _parts(other))
-    return fine
-
-
-def _parts(value: Any) -> dict[str, Any] | None:
-    """What an object holds by name; None for one that holds nothing by name, such as a number or a set."""
-    if isinstance(value, Tensor | type):
-        return None
-    names = {name for kind in type(value).__mro__ for name in _slots(kind)} | set(getattr(value, "__dict__", ()))
-    parts = {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}
-    return parts if parts or hasattr(value, "__dict__") else None
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    named = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in named if name not in {"__dict__", "__weakref__"})
 
 
 def _every_other(moe: MoEModel, budget: Budget) -> Mask:
@@ -533,61 +502,3 @@ def _run(moe: MoEModel, plan: Plan, ids_BL: Tensor) -> tuple[Tensor, Mapping[int
     with torch.inference_mode(), installed(moe, plan) as instrument:
         logits: Tensor = moe.model(input_ids=ids_BL, use_cache=False).logits
     return logits, {index: counted.read() for index, counted in instrument.counters.items()}
-
-
-# --- what a method may leave behind
-
-
-def _settings() -> dict[str, Any]:
-    return {
-        "torch.set_num_threads": torch.get_num_threads(),
-        "torch.set_default_dtype": torch.get_default_dtype(),
-        "torch.set_grad_enabled": torch.is_grad_enabled(),
-        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "numpy.seterr": np.geterr(),
-        "os.environ": dict(os.environ),
-        "os.chdir": os.getcwd(),  # noqa: PTH109  compared as text
-    }
-
-
-def _restore(before: Mapping[str, Any]) -> None:
-    if torch.get_num_threads() != before["torch.set_num_threads"]:
-        torch.set_num_threads(before["torch.set_num_threads"])
-    torch.set_default_dtype(before["torch.set_default_dtype"])
-    torch.set_grad_enabled(before["torch.set_grad_enabled"])
-    torch.use_deterministic_algorithms(before["torch.use_deterministic_algorithms"])
-    np.seterr(**before["numpy.seterr"])
-    if os.environ != before["os.environ"]:
-        os.environ.clear()
-        os.environ.update(before["os.environ"])
-    os.chdir(before["os.chdir"])
-
-
-@contextmanager
-def left_behind(trial: Trial, moe: MoEModel | None = None) -> Iterator[None]:
-    """Note what is left changed of the process and the model, and put it back."""
-    tensors = {} if moe is None else moe.model.state_dict()
-    settings, weights = _settings(), {name: value.clone() for name, value in tensors.items()}
-    states = {name: read() for name, (read, _) in _GENERATORS.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        trial.settings += [name for name, value in _settings().items() if value != settings[name]]
-        _restore(settings)
-        for name, (read, write) in _GENERATORS.items():
-            if not same(read(), states[name]):
-                trial.generators.append(name)
-                write(states[name])
-        for name, value in tensors.items():
-            if not torch.equal(value, weights[name]):
-                trial.weights.append(name)
-                value.copy_(weights[name])
-
-
-_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "random": (random.getstate, random.setstate),
-    "numpy.random": (lambda: np.random.get_state(legacy=False), np.random.set_state),  # noqa: NPY002  watched
-    "torch": (torch.get_rng_state, torch.set_rng_state),
-}

@@ -7,8 +7,9 @@ names what honest authors do by mistake and what careless ones try. It is no san
 Covered: what passes through Python's audit events (open, listing and changing folders, databases, sockets,
 subprocesses, forks, frames, the garbage collector's lists, ctypes, changes of environment and working directory), and,
 where it looks closely, threads, sleeping, polling, waiting on locks and signals, torch's backward, and files that torch
-reads without Python, however they were imported. Not covered: what other native code does by itself (such as calling
-`time.sleep` for `map`), os.stat, busy waiting.
+reads and writes without Python, looks at whether files are there, however they were imported. Not covered: what other
+native code does by itself (calling a C function for `map` or `partial`), busy waiting, clocks, anonymous memory, and
+whatever a method does to this watch on purpose.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ _CALLS = {
     **dict.fromkeys(("lock.acquire", "RLock.acquire", "SimpleQueue.get"), "wait"),
     **dict.fromkeys(("start_new_thread", "start_joinable_thread", "fork_exec"), "process"),
     **dict.fromkeys(("_VariableFunctionsClass.from_file", "StorageBase.from_file", "import_ir_module"), "file"),
+    **dict.fromkeys(("stat", "lstat", "statvfs", "access", "readlink", "mkfifo", "mknod", "memfd_create"), "look"),
 }
 _LAST_NAMES = frozenset(name.rpartition(".")[2] for name in _CALLS)
 # Modules through which a person looks at the stack; others look at it for reasons of their own.
@@ -68,6 +70,8 @@ _LOGGING = "logging/__init__.py"
 _LINES = "linecache.py"
 # Modules whose waiting is their caller's; others hold locks for reasons of their own.
 _WAITERS = ("threading.py", "queue.py", "selectors.py", "connection.py", "futures/_base.py")
+# And whose looking for files is; others look for reasons of their own.
+_SEEKERS = ("os.py", "os>", "path.py", "path>", "pathlib.py", "pathlib/_local.py", "pathlib/__init__.py")
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
@@ -100,7 +104,7 @@ class _Watcher:
                 return None
             if kind == "stack" and not name.endswith(_LOOKERS) and not (direct and name.endswith(_LOGGING)):
                 return None
-            if kind == "wait" and not name.endswith(_WAITERS):
+            if (kind == "wait" and not name.endswith(_WAITERS)) or (kind == "look" and not name.endswith(_SEEKERS)):
                 return None
             frame = caller
         return None
@@ -108,7 +112,7 @@ class _Watcher:
     def note(self, kind: str, what: str, frame: FrameType | None) -> None:
         line = self.own_line(frame, kind)
         if line is not None:
-            self.acts.append(Act(kind, what, line))
+            self.acts.append(Act("file" if kind == "look" else kind, what, line))
 
 
 def _is_import(frame: FrameType) -> bool:
@@ -148,11 +152,15 @@ def _hooked() -> None:
 
 
 @cache
-def _backward() -> frozenset[CodeType]:
+def _functions() -> dict[CodeType, tuple[str, str]]:
+    """(kind, name) by code of functions of torch's that act where Python does not see it."""
     import torch
 
-    kinds: tuple[Callable[..., Any], ...] = (torch.autograd.backward, torch.autograd.grad)
-    return frozenset(one.__code__ for one in kinds if hasattr(one, "__code__"))
+    backward: tuple[Callable[..., Any], ...] = (torch.autograd.backward, torch.autograd.grad)
+    files: tuple[Callable[..., Any], ...] = (torch.save, torch.load, torch.jit.save, torch.jit.load)
+    kinds = {**dict.fromkeys(backward, "gradient"), **dict.fromkeys(files, "file")}
+    names = {one: f"{one.__module__.removesuffix('.serialization')}.{one.__name__}" for one in kinds}
+    return {one.__code__: (kind, names[one]) for one, kind in kinds.items() if hasattr(one, "__code__")}
 
 
 @contextmanager
@@ -165,7 +173,7 @@ def watching(files: frozenset[str], *, closely: bool = False) -> Iterator[list[A
     """
     global _watcher  # noqa: PLW0603  an audit hook cannot be given anything
     _hooked()
-    backward, watcher, outer = _backward(), _Watcher(files), _watcher
+    functions, watcher, outer = _functions(), _Watcher(files), _watcher
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call" and getattr(argument, "__name__", "") in _LAST_NAMES:
@@ -173,8 +181,8 @@ def watching(files: frozenset[str], *, closely: bool = False) -> Iterator[list[A
             name = name.rpartition(".")[2] if name.startswith("pybind11_") else name
             if name in _CALLS:
                 watcher.note(_CALLS[name], name, frame)
-        elif event == "call" and frame.f_code in backward:
-            watcher.note("gradient", f"torch.autograd.{frame.f_code.co_name}", frame)
+        elif event == "call" and frame.f_code in functions:
+            watcher.note(*functions[frame.f_code], frame)
 
     _watcher, before = watcher, sys.getprofile()
     if closely:

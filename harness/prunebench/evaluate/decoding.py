@@ -141,13 +141,29 @@ class Decoding:
             self._end("eos")
             return
         self.tokens.append(token)
-        if self.stops and self._earliest_stop(self._text_of(self.tokens[-self._window :])) is not None:
-            text = self._text_of(self.tokens)
-            if (cut := self._earliest_stop(text)) is not None:
-                self.text, self.finish = text[:cut], "stop"
-                return
+        if self._stopped():
+            return
         if len(self.tokens) == self.limit:
             self._end("length")
+
+    def _stopped(self) -> bool:
+        """Whether the newest token completes a stop string; if so, the end has been made.
+
+        Special tokens are no part of the text, but one that spells a stop string ends it, as in lm-eval: the end of a
+        turn, of a model whose end token is another.
+        """
+        if not self.stops:
+            return False
+        newest = self.tokens[-self._window :]
+        for special in (False, True):
+            # The newest tokens alone may read otherwise than behind all others.
+            if self._earliest_stop(self._text_of(newest, special=special)) is None:
+                continue
+            text = self._text_of(self.tokens, special=special)
+            if (cut := self._earliest_stop(text)) is not None:
+                self.text, self.finish = self._text_of(self.tokens) if special else text[:cut], "stop"
+                return True
+        return False
 
     def fail(self) -> None:
         """End where the model's logits were no numbers; the text so far stays."""
@@ -163,8 +179,8 @@ class Decoding:
     def _end(self, finish: Finish) -> None:
         self.text, self.finish = self._text_of(self.tokens), finish
 
-    def _text_of(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+    def _text_of(self, tokens: list[int], *, special: bool = False) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not special))
 
     def _earliest_stop(self, text: str) -> int | None:
         return min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)

@@ -138,7 +138,12 @@ def turns_of(document: Mapping[str, Any], evaluation: Evaluation) -> list[tuple[
         if message["role"] != "assistant":
             continue
         before, after = (
-            str(evaluation.tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=asks))
+            # Without thinking, as App. B.2 renders chats: templates that know no such switch leave it aside.
+            str(
+                evaluation.tokenizer.apply_chat_template(
+                    part, tokenize=False, add_generation_prompt=asks, enable_thinking=False
+                )
+            )
             for part, asks in ((messages[:place], True), (messages[: place + 1], False))
         )
         if not after.startswith(before + message["content"]):

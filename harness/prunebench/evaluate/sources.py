@@ -1,13 +1,14 @@
 """Suites of lm-eval tasks whose data are not shipped: from a folder, one file, or the hub at a pinned revision.
 
 A task's file (`suites/tasks/NAME.yaml`) is the same for either: it names the data set, its revision and its splits as
-lm-eval's own does, and in `metadata` the fields that a document has (`fields`), the data's file name (`data`, else the
-task's name), and the field that files may have above their rows (`group`).
+lm-eval's own does, and in `metadata` the fields that a document has with their kinds (`fields`), the data's file name
+(`data`, else the task's name), and the field that files may have above their rows (`group`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,24 @@ from prunebench.suite import Suite
 __all__ = ["TaskSuite", "splits_of"]
 
 HUB = "hub:"
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _is_labelled(value: Any) -> bool:
+    parts: list[Any] = [value.get(part) for part in ("text", "label")] if isinstance(value, Mapping) else [None]
+    return all(map(_is_texts, parts)) and len({len(part) for part in parts}) == 1
+
+
+KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "number": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "texts": ("a list of texts", _is_texts),
+    "labelled": ("text and label, two lists of as many texts", _is_labelled),
+}
+"""What a field of a document may be, in words: a template prints whatever it is given, a list in brackets too."""
 
 
 def splits_of(config: Mapping[str, Any], shots: int) -> tuple[str, ...]:
@@ -46,7 +65,7 @@ class TaskSuite(Suite):
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[Any, Mapping[str, list[dict[str, Any]]]]] = {}
-        self._fields: dict[str, tuple[str, ...]] = {}
+        self._fields: dict[str, Mapping[str, str]] = {}
 
     def with_source(self, source: str) -> Self:
         """This suite on the data of a source."""
@@ -56,7 +75,12 @@ class TaskSuite(Suite):
 
     def document(self, task: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A row of the source as a document without its `id`: the fields that the task's file names."""
-        return {field: row[field] for field in self._fields[task]}
+        kinds = self._fields[task]
+        for field, kind in kinds.items():
+            expected, fits = KINDS[kind]
+            if row[field] is not None and not fits(row[field]):
+                raise TypeError(f"{field} is {reprlib.repr(row[field])}, expected {expected}")
+        return {field: row[field] for field in kinds}
 
     def prepared(self, task: str, rows: Rows) -> Rows:
         """The rows of a source as rows of documents, where they are not that already."""
@@ -126,7 +150,7 @@ class TaskSuite(Suite):
     def _documents(self, task: str, where: str, split: str) -> list[dict[str, Any]]:
         config = self.task_file(task).config
         stated: Mapping[str, Any] = config.get("metadata") or {}
-        self._fields[task] = tuple(stated.get("fields", ()))
+        self._fields[task] = stated.get("fields", {})
         group = stated.get("group")
         rows = read_rows(where, config=config.get("dataset_name"), split=split, group=group)
         documents: list[dict[str, Any]] = []

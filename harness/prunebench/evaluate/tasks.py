@@ -151,7 +151,7 @@ def _naming(where: str) -> Iterator[None]:
 
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, TemplateError) as error:
         raise UsageError(
             f"lm-eval can make no request of the data ({type(error).__name__}: {error})",
             where=where,

@@ -22,8 +22,9 @@ from pathlib import Path
 import prunebench
 from prunebench.errors import PrerequisiteError, PruneBenchError, UsageError
 from prunebench.mask import canonical_json
-from prunebench.run.arm import ArmSpec, PreparedArm, prepare
+from prunebench.run.arm import PreparedArm, prepare
 from prunebench.run.session import Progress, Session, check_writable, finished
+from prunebench.run.spec import ArmSpec
 from prunebench.run.track import Track
 
 __all__ = ["GridResult", "grid", "prepare_all"]

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from prunebench.errors import UsageError
 from prunebench.fit import OPERATORS, model_size, stored_per_expert
-from prunebench.loader import load_method, load_method_class, parse_parameters, resolve_model
+from prunebench.loader import load_method, load_method_class, resolve_model
 from prunebench.method import Method
 from prunebench.moe.load import empty_model
+from prunebench.parameters import parse_parameters
 from prunebench.quantize import setting_of
 from prunebench.routing import Scale
-from prunebench.run.arm import ArmSpec
 from prunebench.run.sources import ModelFiles
+from prunebench.run.spec import ArmSpec
 from prunebench.storage import Bits, Match, Survey, account, match, read_headers, survey, tied_names
 
 __all__ = ["matched"]

@@ -16,9 +16,10 @@ from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.loader import available, load_method_class
 from prunebench.plan import Plan
 from prunebench.record import Run
-from prunebench.run.arm import FIT_FIELDS, ArmSpec, PreparedArm, prepare
+from prunebench.run.arm import PreparedArm, prepare
 from prunebench.run.reproduce import plan_request_of
 from prunebench.run.session import CACHE, Progress, Session
+from prunebench.run.spec import FIT_FIELDS, ArmSpec
 
 __all__ = ["rebuild", "spec_of"]
 

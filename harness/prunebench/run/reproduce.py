@@ -12,8 +12,9 @@ from prunebench.errors import UsageError
 from prunebench.loader import load_suite
 from prunebench.mask import canonical_json
 from prunebench.record import Run, read_run
-from prunebench.run.arm import ArmSpec, matches, prepare
+from prunebench.run.arm import matches, prepare
 from prunebench.run.session import Progress, Session
+from prunebench.run.spec import ArmSpec
 
 __all__ = ["plan_request_of", "reproduce", "request_of"]
 

@@ -59,11 +59,12 @@ from prunebench.moe import LoadedModel, load_model
 from prunebench.plan import FittedPlan, Plan, fit_plan, make_plan
 from prunebench.quantize import QuantizedModel, quantize_model
 from prunebench.record import Item, Run, read_run, write_run
-from prunebench.run.arm import ArmSpec, PreparedArm, matches, prepare
+from prunebench.run.arm import PreparedArm, matches, prepare
 from prunebench.run.foreign import naming_the_file, same_torch
 from prunebench.run.recording import git_state, record_of, routing_of
 from prunebench.run.selection import choose_mask
 from prunebench.run.sources import calibration_tokens
+from prunebench.run.spec import ArmSpec
 from prunebench.sandbox import OPEN, boxed
 from prunebench.suite import Suite
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from prunebench.errors import UsageError
-from prunebench.run.arm import DEFAULT_SUITES, ArmSpec
+from prunebench.run.spec import DEFAULT_SUITES, ArmSpec
 
 __all__ = ["Track", "read_entry", "read_track"]
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from prunebench.errors import PruneBenchError
 from prunebench.moe import quiet_libraries
-from prunebench.run.arm import ArmSpec, prepare
+from prunebench.run.arm import prepare
 from prunebench.run.session import Session
+from prunebench.run.spec import ArmSpec
 
 __all__ = ["main"]
 

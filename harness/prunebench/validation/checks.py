@@ -18,9 +18,10 @@ from prunebench.analysis.metrics import PERCENT, metrics_from_items
 from prunebench.analysis.recompute import recompute
 from prunebench.errors import PruneBenchError, UsageError
 from prunebench.record import RECORD_FILE, Run, read_run, seal_of, validate
+from prunebench.validation.arms import said_otherwise
 from prunebench.versions import json_document, migrated
 
-__all__ = ["CHECKS", "Finding", "check_run", "first_fault", "record_schema"]
+__all__ = ["CHECKS", "Finding", "check_run", "first_fault", "record_schema", "stored_values"]
 
 CHECKS: Final = {
     "dense": ("empty mask is bit-exact", "repeated items are equal"),
@@ -38,7 +39,12 @@ CHECKS: Final = {
 }
 """The integrity checks that a run's record has to name (`prunebench.integrity`)."""
 
-_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+_BUSY: Final[Mapping[str, Callable[[Mapping[str, Any]], object]]] = {
+    "keep and renorm differ by one scalar": lambda record: record["arm"]["resolved_scale"],
+    "every asked fill answered": lambda record: record["tensors"],
+}
+"""The only checks that some arms have nothing for, and what an arm has that does: refilled slots, and fills."""
+_DTYPES: Final = frozenset(("float64", "float32", "bfloat16", "float16", "int8", "uint8"))
 _FIRST_RUN: Final = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 _CLOCKS_DIFFER: Final = dt.timedelta(hours=26)  # other time zones, and a little
 
@@ -127,6 +133,7 @@ def check_run(
     known = {} if documents is None else documents(run)
     rules: Sequence[tuple[str, Callable[[], Iterator[str]]]] = (
         ("seal", lambda: _seal(run)),
+        ("arm", lambda: said_otherwise(record)),
         ("items", lambda: _items(run)),
         ("count", lambda: _counts(run, known)),
         ("metrics", lambda: _metrics(run)),
@@ -217,19 +224,23 @@ def _decisions(run: Run, documents: Documents) -> Iterator[str]:
 
 
 def _bytes(record: Mapping[str, Any]) -> Iterator[str]:
-    """Stored fills are so many values of one width as their tensors' shapes say; no wider than they were computed."""
-    values = widest = 0
+    """Stored fills are so many values of one width as their tensors' shapes say; which, other runs tell (`peers`)."""
     for layer, groups in record["tensors"].items():
         for group in groups:
             for name, tensor in group["tensors"].items():
-                if tensor["dtype"] not in _BYTES:
+                if tensor["dtype"] not in _DTYPES:
                     yield f"tensors.{layer}: {name} has the unknown dtype {tensor['dtype']}"
                     return
-                values += len(group["experts"]) * math.prod(tensor["shape"])
-                widest = max(widest, _BYTES[tensor["dtype"]])
+    values = stored_values(record["tensors"])
     stated = record["storage"]["parts"].get("fills", 0)
     if stated not in {values * width for width in (1, 2, 4, 8)} | ({0} if not values else set()):
         yield f"fills of {stated} bytes, for {values} values in the tensor manifest"
+
+
+def stored_values(tensors: Mapping[str, Any]) -> int:
+    """How many values the fills of a record's tensor manifest are."""
+    groups = [group for layer in tensors.values() for group in layer]
+    return sum(len(one["experts"]) * math.prod(t["shape"]) for one in groups for t in one["tensors"].values())
 
 
 def _methods(record: Mapping[str, Any], methods: Mapping[str, str]) -> Iterator[str]:
@@ -245,15 +256,18 @@ def _methods(record: Mapping[str, Any], methods: Mapping[str, str]) -> Iterator[
 
 
 def _integrity(record: Mapping[str, Any]) -> Iterator[str]:
-    """All checks are named, and none failed."""
+    """All checks are named, none failed, and none is passed over."""
     marks = [(str(entry["check"]), entry["status"]) for entry in record["integrity"]]
     names = [name for name, _ in marks]
+    idle = {name for name, busy in _BUSY.items() if not busy(record)}
     for name in CHECKS["dense" if record["arm"]["dense"] else "pruned"]:
         if name not in names:
             yield f"no mark for {name!r}"
     for name, status in marks:
         if status == "fail":
             yield f"{name!r} failed"
+        if status == "not applicable" and name not in idle:
+            yield f"{name!r} is marked not applicable, and this arm has it"
     if len(set(names)) < len(names):
         yield f"{next(name for name in names if names.count(name) > 1)!r} is marked twice"
 

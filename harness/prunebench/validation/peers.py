@@ -14,7 +14,7 @@ from prunebench.errors import UsageError
 from prunebench.items import ItemTable
 from prunebench.mask import canonical_json
 from prunebench.record import RECORD_FILE, Run, runs_under
-from prunebench.validation.checks import Documents, Finding, check_run
+from prunebench.validation.checks import Documents, Finding, check_run, stored_values
 from prunebench.validation.retractions import RETRACTIONS, read_retractions
 
 __all__ = ["Validation", "validate_records"]
@@ -81,6 +81,7 @@ def validate_records(
         if progress is not None:
             progress("runs", number + 1, len(folders))
     findings += shelf.findings()
+    notes += shelf.notes()
     for path in paths:
         for identifier, retraction in read_retractions(path).items():
             if identifier not in seen:
@@ -113,21 +114,33 @@ class _Shelf:
 
     suites: dict[str, list[_Answered]] = field(default_factory=dict)
     records: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    items: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Runs and what of the model answered in them, by the digest of their items."""
 
     def add(self, name: str, run: Run) -> None:
         """Remember a run; partial ones are held against nothing."""
         if run.record["status"] != "complete":
             return
-        self.records.append((name, {key: run.record[key] for key in ("arm", "identity", "mask", "storage")}))
+        answered_by = canonical_json([_weights(run.record), (run.record["mask"] or {}).get("digest")])
+        self.items.setdefault(run.items.digest, []).append((name, answered_by))
+        self.records.append((name, {key: run.record[key] for key in _KEPT}))
         for suite, cells in run.record["headline"].items():
             content = canonical_json([suite, run.record["identity"]["suites"].get(suite)])
             self.suites.setdefault(content, []).append(_Answered.of(name, suite, cells, run.items))
+
+    def notes(self) -> Iterator[str]:
+        """Items that another mask answered to the last bit: only experts that nothing asks for explain that."""
+        for (first, answered_by), *others in self.items.values():
+            for name, other in others:
+                if other != answered_by:
+                    yield f"{name}: its items are those of {first} to the last bit, whose mask or weights are others"
 
     def findings(self) -> Iterator[Finding]:
         """What the runs do not share and should."""
         for answered in self.suites.values():
             yield from _same_questions(answered)
         yield from _same_bytes(self.records)
+        yield from _same_words(self.records)
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,7 @@ def _same_questions(answered: Iterable[_Answered]) -> Iterator[Finding]:
             )
 
 
+_KEPT: Final = ("arm", "identity", "mask", "storage", "tensors")
 _PLAIN: Final = frozenset(
     (
         *("engine", "model", "method", "operator", "budget", "mask", "calibration", "suites"),
@@ -204,6 +218,23 @@ def _same_bytes(records: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[Fi
                 yield Finding(
                     name, "bytes", f"{part} of {parts.get(part, 0)} bytes; the dense model and the mask give {wanted}"
                 )
+
+
+def _same_words(records: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[Finding]:
+    """Runs on the same weights have one router convention, and fills as wide as these weights' experts are."""
+    alike: dict[str, list[tuple[str, str, object]]] = {}
+    for name, one in records:
+        values = stored_values(one["tensors"])
+        alike.setdefault(f"convention {_weights(one)}", []).append((name, "arm", one["arm"]["convention"]))
+        if values:
+            width = one["storage"]["parts"].get("fills", 0) // values
+            alike.setdefault(f"fills {_weights(one)}", []).append((name, "bytes", width))
+    for said in alike.values():
+        usual = Counter(words for _, _, words in said).most_common(1)[0][0]
+        for name, rule, words in said:
+            if words != usual:
+                what = f"convention {words}" if rule == "arm" else f"fills of {words} bytes a value"
+                yield Finding(name, rule, f"{what}; the other runs on these weights have {usual}")
 
 
 def _weights(record: Mapping[str, Any]) -> str:

@@ -8,9 +8,10 @@ import torch
 
 from prunebench.calibration import GradientStatistic, Statistic
 from prunebench.conformance.cases import RENUMBERED, case, first_batch
+from prunebench.conformance.left import same
 from prunebench.conformance.registry import check
 from prunebench.conformance.result import Fault, NotApplicable
-from prunebench.conformance.subject import HALF, Subject, required, same
+from prunebench.conformance.subject import HALF, Subject, required
 from prunebench.errors import UsageError
 from prunebench.mask import Mask
 from prunebench.method import LayerView

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
 
-from prunebench.conformance.code import looks_around
+from prunebench.conformance.code import ends_processes, looks_around, waits
 from prunebench.conformance.fresh import in_fresh_process
 from prunebench.conformance.registry import check
 from prunebench.conformance.result import Fault, NotApplicable
@@ -30,6 +32,15 @@ def _no_acts(subject: Subject, kind: str, expected: str, fix: str) -> None:
     for act in _ran(subject).acts:
         if act.kind == kind:
             raise Fault(f"{act.what}", where=f"{subject.source.path.name}:{act.line}", expected=expected, fix=fix)
+
+
+def _no_mentions(
+    subject: Subject, reader: Callable[[ast.Module], Iterator[tuple[int, str]]], what: str, expected: str, fix: str
+) -> None:
+    """Raise at the first line in which a reader of code finds something."""
+    for path, tree in subject.trees.items():
+        for line, name in reader(tree):
+            raise Fault(f"it {what} {name}", where=f"{path.name}:{line}", expected=expected, fix=fix)
 
 
 @check("purity")
@@ -79,12 +90,15 @@ def check_global_settings(subject: Subject) -> None:
     """Settings of the whole process are left alone."""
     for act in _ran(subject).acts:
         if act.kind == "environment":
-            raise Fault(act.what, where=f"{subject.source.path.name}:{act.line}", expected="no such change")
+            raise Fault(
+                act.what, where=f"{subject.source.path.name}:{act.line}", expected="no such change", fix="leave it out"
+            )
     if changed := _ran(subject).settings:
         raise Fault(
             f"{changed[0]} has changed",
-            expected="threads, dtypes, gradient mode, environment and working directory as they were",
-            fix="give dtype= and device= to the calls that need them; use torch.enable_grad() as a context",
+            where=f"class {type(subject.method).__name__}, after its verbs",
+            expected="threads, dtypes, hooks, streams, environment and the functions of others as they were",
+            fix="give dtype= and device= to the calls that need them; use contexts such as torch.enable_grad()",
         )
 
 
@@ -102,8 +116,10 @@ def check_no_sockets(subject: Subject) -> None:
 
 @check("purity", after=("runs",))
 def check_no_processes(subject: Subject) -> None:
-    """No process or thread is started."""
-    _no_acts(subject, "process", "one thread of one process", "use numpy and torch, which thread by themselves")
+    """No process or thread is started, or ended."""
+    expected, fix = "one thread of one process", "use numpy and torch, which thread by themselves"
+    _no_acts(subject, "process", expected, fix)
+    _no_mentions(subject, ends_processes, "names", expected, "raise an error where there is no going on")
 
 
 @check("purity", after=("runs",))
@@ -111,9 +127,7 @@ def check_no_call_stack(subject: Subject) -> None:
     """Nobody looks who is calling, or how: the model's name is on that stack, and on the command line."""
     expected, fix = "answers that depend on layers only", "use what LayerView shows"
     _no_acts(subject, "stack", expected, fix)
-    for path, tree in subject.trees.items():
-        for line, what in looks_around(tree):
-            raise Fault(f"it reads {what}", where=f"{path.name}:{line}", expected=expected, fix=fix)
+    _no_mentions(subject, looks_around, "reads", expected, fix)
 
 
 @check("purity", after=("runs",))
@@ -123,6 +137,7 @@ def check_no_sleep(subject: Subject) -> None:
     _no_acts(subject, "sleep", expected, fix)
     if not any(act.kind == "process" for act in subject.trial().acts):  # which waits for what it has started
         _no_acts(subject, "wait", expected, fix)
+    _no_mentions(subject, waits, "names", expected, fix)
 
 
 @check("purity", after=("runs",))
