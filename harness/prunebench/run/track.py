@@ -9,9 +9,10 @@
     suites = ["multiple_choice", "arithmetic", "code", "perplexity"]
     calibration = { text = "world:general", blocks = 256, length = 128, draws = ["A"] }
 
-Every model also gets its dense arm, first. `operator@scale` sets the gate scale, and `name(parameter=value, …)` the
-parameters of a criterion or operator, as in `tilt(rank=8)`. A track that is no single product of ratios, masks and
-operators has grids, which take from the track what they do not say themselves (their `models` are some of the track's):
+Every model also gets its dense arm, first, unless the records of another track hold it (`dense = false`).
+`operator@scale` sets the gate scale, and `name(parameter=value, …)` the parameters of a criterion or operator, as in
+`tilt(rank=8)`. A track that is no single product of ratios, masks and operators has grids, which take from the track
+what they do not say themselves (their `models` are some of the track's):
 
     [[grid]]                               # the mask held, the operator fitted anew
     masks = ["mone"]
@@ -63,14 +64,14 @@ _GRID: dict[str, type] = {
 _BUDGET = ("scope", "protect", "spare")
 # Of each, a grid says one: its own stands in place of the track's other.
 _EITHER = ({"ratios", "keep"}, {"protect", "spare"})
-_TRACK: dict[str, type] = {"name": str, "suites": list, "seed": int, **_GRID}
+_TRACK: dict[str, type] = {"name": str, "suites": list, "seed": int, "dense": bool, **_GRID}
 DENSE = "dense"
 _CALIBRATION: dict[str, type] = {"text": str, "blocks": int, "length": int, "draws": list}
 
 
 @dataclass(frozen=True)
 class Track:
-    """A named list of arms, dense ones first within each model."""
+    """A named list of arms; dense ones, if any, first within each model."""
 
     name: str
     arms: tuple[ArmSpec, ...]
@@ -86,7 +87,7 @@ def _checked(data: Mapping[str, Any], keys: Mapping[str, type], where: str) -> M
                 expected=", ".join(keys),
                 fix=f"did you mean {close[0]}?" if close else "",
             )
-        if not isinstance(value, keys[key]) or isinstance(value, bool):
+        if not isinstance(value, keys[key]) or isinstance(value, bool) != (keys[key] is bool):
             raise UsageError(f"{key} is a {type(value).__name__}", where=where, expected=f"a {keys[key].__name__}")
         if isinstance(value, list):
             _check_entries(key, value, where)
@@ -133,7 +134,8 @@ def read_track(path: Path, **options: Any) -> Track:
     grids = [_inherited(track, grid, place) for grid, place in _grids(data, where)]
     arms = []
     for model in track["models"]:
-        arms.append(ArmSpec(model=model, **_sizes(track.get("calibration", {})), **shared))
+        if track.get("dense", True):
+            arms.append(ArmSpec(model=model, **_sizes(track.get("calibration", {})), **shared))
         own = (grid for grid in grids if model in grid["models"])
         arms += [ArmSpec(model=model, **arm, **shared) for grid in own for arm in _product(grid)]
     _check_distinct(arms, where)
