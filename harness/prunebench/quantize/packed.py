@@ -8,32 +8,39 @@ Every matrix has four tensors, named after the linear that a checkpoint saves:
     NAME.weight_shape       int64 [2]
 
 An expert is named as its family saves it: gate and up as matrices of their own, or together. What is not quantized is
-not in the file. Packing needs compressed-tensors (the extra `ct`).
+not in the file. The header says the rest of a `QuantizedModel`, so that what is read is what was written. Packing needs
+compressed-tensors (the extra `ct`).
 
 R rows (outputs), C columns (inputs), G groups of columns.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from prunebench.errors import PrerequisiteError, UsageError
-from prunebench.mask import write_atomically
-from prunebench.quantize.grid import Grid, dequantized, groups_of
-from prunebench.quantize.model import QuantizedModel
+from prunebench.mask import canonical_json, write_atomically
+from prunebench.moe.decoder import Proof
+from prunebench.quantize.grid import Grid, groups_of
+from prunebench.quantize.kernel import Quantized
+from prunebench.quantize.model import QuantizedLinear, QuantizedModel
+from prunebench.quantize.setting import setting_of
 from prunebench.storage import Bits
 
 __all__ = ["packed_tensors", "read_packed", "write_packed"]
 
 _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+_HEADER: Final = "quantized"
 _STACKED = re.compile(r"(?P<at>.+\.experts)\.(?P<tensor>\w+)")
 
 
@@ -75,18 +82,13 @@ def packed_tensors(model: QuantizedModel, *, apart: bool) -> dict[str, Tensor]:
 
 
 def write_packed(path: Path, model: QuantizedModel, *, apart: bool) -> None:
-    """Write a file of `packed_tensors`, atomically."""
+    """Write a file of `packed_tensors`, atomically; its header has what the tensors do not say."""
     tensors = {name: value.contiguous() for name, value in packed_tensors(model, apart=apart).items()}
-    write_atomically(path, save(tensors))
+    write_atomically(path, save(tensors, metadata={_HEADER: canonical_json(_description(model, apart=apart))}))
 
 
-def read_packed(path: Path, bits_of: Callable[[str], int], bits: Bits) -> dict[str, Tensor]:
-    """The weights of a file, float32, by the name of their matrix; every tensor is checked.
-
-    Args:
-        path: what `write_packed` wrote.
-        bits_of: a matrix's name -> its bits.
-        bits: groups, and how zeros are stored.
+def read_packed(path: Path) -> QuantizedModel:
+    """The model that `write_packed` wrote, integer for integer; every tensor is checked.
 
     Raises:
         UsageError: no such file, a matrix with a part missing, or a part of another shape or dtype.
@@ -94,18 +96,60 @@ def read_packed(path: Path, bits_of: Callable[[str], int], bits: Bits) -> dict[s
     """
     _, unpack = _packer()
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UsageError("not a packed file", where=str(path), fix=str(error)) from error
-    found: dict[str, Tensor] = {}
-    for name in dict.fromkeys(key.rpartition(".")[0] for key in tensors):
-        words, scale, zero, shape = _parts(tensors, name, bits_of(name), bits, str(path))
-        codes = unpack(words, bits_of(name), torch.Size(shape)).int() + 2 ** (bits_of(name) - 1)
-        if bits.zeros == "bits":
-            zero = unpack(zero, bits_of(name), scale.shape, packed_dim=0).int() + 2 ** (bits_of(name) - 1)
-        grid = Grid(scale[None], zero[None], torch.tensor([bits_of(name)]), bits.group)
-        found[name] = dequantized(codes[None], grid)[0]
-    return found
+        with safe_open(path, framework="pt") as file:
+            data = json.loads((file.metadata() or {})[_HEADER])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        setting, described = setting_of(data["setting"]), data["linears"]
+        proof, allocation = Proof(**data["proof"]), {int(k): tuple(v) for k, v in data["allocation"].items()}
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            "not a packed file", where=str(path), expected="a file that write_packed wrote", fix=str(error)
+        ) from error
+
+    def matrix(name: str, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        words, scale_RG, zero, shape = _parts(tensors, name, width, setting.bits, str(path))
+        half = 1 << (width - 1)
+        if setting.bits.zeros == "bits":
+            zero = unpack(zero, width, scale_RG.shape, packed_dim=0).int() + half
+        codes_RC = (unpack(words, width, torch.Size(shape)).int() + half).to(torch.uint8)
+        return codes_RC, scale_RG, zero.to(scale_RG.dtype)
+
+    linears = {}
+    for said in described:
+        name = said["name"]
+        stacked = _STACKED.fullmatch(name)
+        experts = []
+        for expert, width in zip(said["experts"], said["bits"], strict=True):
+            pieces = [matrix(piece, width) for piece, _ in _pieces(name, stacked, expert, 0, apart=data["apart"])]
+            experts.append([torch.cat(parts) for parts in zip(*pieces, strict=True)])
+        codes_ERC, scale_ERG, zero_ERG = (torch.stack(parts) for parts in zip(*experts, strict=True))
+        grid = Grid(scale_ERG, zero_ERG, torch.tensor(said["bits"]), setting.bits.group)
+        quantized = Quantized(codes_ERC, grid, tuple(said["fallbacks"]), tuple(said["dead"]))
+        linears[name] = QuantizedLinear(quantized, *(tuple(said[key]) for key in ("experts", "tokens", "errors")))
+    return QuantizedModel(setting, linears, proof, data["tokens"], allocation)
+
+
+def _description(model: QuantizedModel, *, apart: bool) -> dict[str, Any]:
+    """Everything of a model but integers, scales and zeros."""
+    return {
+        "setting": model.setting.text,
+        "apart": apart,
+        "proof": asdict(model.proof),
+        "tokens": model.tokens,
+        "allocation": {str(index): list(widths) for index, widths in model.allocation.items()},
+        "linears": [
+            {
+                "name": name,
+                "experts": list(linear.experts),
+                "bits": linear.quantized.grid.bits_E.tolist(),
+                "tokens": list(linear.tokens_E),
+                "errors": list(linear.error_E),
+                "fallbacks": list(linear.quantized.fallback_E),
+                "dead": list(linear.quantized.dead_E),
+            }
+            for name, linear in model.linears.items()
+        ],
+    }
 
 
 def _parts(tensors: Mapping[str, Tensor], name: str, width: int, bits: Bits, where: str) -> tuple[Any, ...]:
