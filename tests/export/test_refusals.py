@@ -93,6 +93,13 @@ def test_integers_of_a_run_are_refused_by_all_but_native(bases, tmp_path):
         wanted = evaluated(moe, dataclasses.replace(plan, edits={}))
     write_export(pruned, "native", tmp_path / "out")
     assert torch.equal(logits(load(tmp_path / "out")), wanted)
+    integers = tmp_path / "out" / "prunebench" / "integers.safetensors"
+    integers.rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"not a packed file; in .*integers\.safetensors"):
+        load(tmp_path / "out")
+    write_export(pruned_model(folder, plan), "native", tmp_path / "plain")
+    (tmp_path / "elsewhere").rename(tmp_path / "plain" / "prunebench" / "integers.safetensors")
+    assert torch.equal(logits(load(tmp_path / "plain")), evaluated(moe, plan))
 
 
 def test_experts_of_layers_that_no_mask_names_are_refused(bases, tmp_path):

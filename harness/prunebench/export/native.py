@@ -90,14 +90,13 @@ def read_plan(folder: Path) -> Plan:
     return replace(plan, layers=layers)
 
 
-def read_integers(folder: Path) -> QuantizedModel | None:
-    """The integers of an export, None if it is not quantized.
+def read_integers(folder: Path) -> QuantizedModel:
+    """The integers of an export that has them.
 
     Raises:
         UsageError, PrerequisiteError: as `read_packed`.
     """
-    path = folder / INSIDE / INTEGERS
-    return read_packed(path) if path.exists() else None
+    return read_packed(folder / INSIDE / INTEGERS)
 
 
 def check_router(pruned_folder: Path, base: Path) -> None:

@@ -143,7 +143,9 @@ def _installed(export: Export, base: Path, settings: Settings) -> Any:
     if export.form != "native":
         return _pruned(settings.weights(base), plan, export.policy)
     native.check_router(export.folder, base)
-    integers = native.read_integers(export.folder)
+    # The description says so: without the file this is no export of the unquantized model.
+    quantized = f"{INSIDE}/{native.INTEGERS}" in export.files
+    integers = native.read_integers(export.folder) if quantized else None
     return _pruned(settings.weights(base), plan, export.policy, integers)
 
 
