@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from math import prod
@@ -207,6 +208,8 @@ def test_the_commands_from_run_to_verified_export(runs, model, tmp_path, capsys,
     for words in (record["run_id"], record["mask"]["digest"], "softmax, no renorm", "world:general, 8 blocks of 32"):
         assert words in card
     assert "The record counts the same." in card
+    link = re.search(r"its record is \[record\.json\]\((.*?)\)", card)
+    assert (out / link[1]).is_file()
     assert json.loads((out / "prunebench" / "record.json").read_text()) == record
     assert cli.main(["verify", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -154,7 +154,12 @@ def _scores(pruned: PrunedModel) -> list[str]:
     if pruned.record is None:
         return []
     record = pruned.record
-    lines = ["", "## Scores", "", "Of the run before it was exported; its record is `prunebench/record.json`"]
+    lines = [
+        "",
+        "## Scores",
+        "",
+        "Of the run before it was exported; its record is [record.json](prunebench/record.json)",
+    ]
     lines[-1] += f" (run `{record['run_id']}`, `{pruned.run}`)."
     lines += ["", "| metric | value | 95 % interval | n |", "| --- | ---: | --- | ---: |"]
     for name, metric in sorted(record["metrics"].items()):
