@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import stat
 import subprocess
@@ -89,6 +90,20 @@ def test_an_error_while_writing_leaves_nothing(tmp_path):
 
     with pytest.raises(UsageError, match=r"cannot write the export; .*No space left"):
         half()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_is_one_line(base, tmp_path):
+    """Weights are written by safetensors, whose error is its own; a limit on files' sizes stands for the disk."""
+    folder, moe = base
+    pruned = pruned_model(folder, plan_for(moe, "constant"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        with pytest.raises(UsageError, match=r"cannot write the export; in .*out; .*a writable folder with room"):
+            write_export(pruned, "vllm-mone", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
 
 

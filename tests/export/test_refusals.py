@@ -12,11 +12,14 @@ import torch
 from export_material import evaluated, logits, open_base, plan_for, pruned_model
 from safetensors.torch import load_file, save_file
 
+from prunebench.calibration import CalibrationSpec, CalibrationTokens
 from prunebench.errors import UsageError
 from prunebench.export import FORMATS, Scheme, load, verify, write_export
 from prunebench.export.pruned import Anatomy, facts_of_plan
 from prunebench.export.refusals import REFUSALS, refuse
+from prunebench.install import programs_of
 from prunebench.loader import content_root
+from prunebench.quantize import quantize_model, setting_of
 from prunebench.testing import FAMILIES, random_ids
 from prunebench.testing.families import policy_of, renorm_plan
 
@@ -75,6 +78,30 @@ def test_a_quantized_base_is_refused_by_all_that_copy_weights(bases, tmp_path):
             write_export(pruned_model(folder, plan), form, tmp_path / "out")
 
 
+def test_integers_of_a_run_are_refused_by_all_but_native(bases, tmp_path):
+    folder = bases("olmoe")
+    moe = open_base(folder)
+    plan = plan_for(moe, "edited reroute", "renorm")
+    tokens = CalibrationTokens(CalibrationSpec("file:x", 2, 16), random_ids(2, 16), "test")
+    found = quantize_model(moe, setting_of("w4(group=16)"), tokens, programs=programs_of(plan))
+    pruned = pruned_model(folder, plan, quantized=found)
+    for form in ("hf", "vllm-mone", "ct"):
+        with pytest.raises(UsageError, match=rf"{form} .*: the run computes with the integers of w4\(group=16\); "):
+            write_export(pruned, form, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    with found.installed(moe):
+        wanted = evaluated(moe, dataclasses.replace(plan, edits={}))
+    write_export(pruned, "native", tmp_path / "out")
+    assert torch.equal(logits(load(tmp_path / "out")), wanted)
+    integers = tmp_path / "out" / "prunebench" / "integers.safetensors"
+    integers.rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"not a packed file; in .*integers\.safetensors"):
+        load(tmp_path / "out")
+    write_export(pruned_model(folder, plan), "native", tmp_path / "plain")
+    (tmp_path / "elsewhere").rename(tmp_path / "plain" / "prunebench" / "integers.safetensors")
+    assert torch.equal(logits(load(tmp_path / "plain")), evaluated(moe, plan))
+
+
 def test_experts_of_layers_that_no_mask_names_are_refused(bases, tmp_path):
     folder = copied(bases("olmoe"), tmp_path / "base")
     tensors = load_file(folder / "model.safetensors")
@@ -97,7 +124,7 @@ def test_a_config_without_a_count_is_refused(bases):
 
 
 def test_every_row_has_a_case_here():
-    elsewhere = {"quantized", "stray", "uncounted"}
+    elsewhere = {"quantized", "stray", "uncounted", "integers"}
     assert {row.rule for row in REFUSALS} == set(CASES) | elsewhere
     assert {form for row in REFUSALS for form in row.formats} == set(FORMATS) - {"native"}
 

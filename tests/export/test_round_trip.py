@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from prunebench.record import read_run
 from prunebench.run import Session
 from prunebench.run.arm import prepare
 from prunebench.run.rebuild import rebuild, spec_of
+from prunebench.storage import read_headers
 from prunebench.testing import random_ids
 
 RECORDS = content_root() / "leaderboard" / "records" / "tiny"
@@ -72,7 +75,8 @@ def test_a_run_is_made_again_from_its_record(runs, model):
         {"operator": "tilt", "operator_parameters": ("rank=2",), "operator_layers": "1"},
     ):
         run = read_run(runs(**changes))
-        arm, plan = rebuild(run, model=model)
+        arm, plan, quantized = rebuild(run, model=model)
+        assert quantized is None
         assert plan.manifest() == run.record["tensors"]
         assert plan.mask.digest == run.record["identity"]["mask"]["digest"]
         assert plan.scales == tuple(filter(None, (run.record["arm"]["resolved_scale"] or "").split(", ")))
@@ -97,10 +101,70 @@ def test_what_is_not_the_run_is_refused(runs, model, bases, tmp_path):
         rebuild(lying, model=model)
 
 
-def test_a_quantized_run_is_refused_since_its_integers_are_not_recorded(runs):
-    folder = runs(operator="constant", quantize="w4(group=16, fewest=1)")
-    with pytest.raises(UsageError, match=r"the run is quantized, .*without --quantize"):
-        export_run(folder, "native")
+def edited_bytes(record) -> int:
+    """Of edited survivors before they were quantized, which the plan keeps, in float32."""
+    groups = [group for layer in record.get("edits", {}).values() for group in layer]
+    sizes = [sum(prod(tensor["shape"]) for tensor in group["tensors"].values()) for group in groups]
+    return 4 * sum(size * len(group["experts"]) for size, group in zip(sizes, groups, strict=True))
+
+
+def check_packed_bytes(parts, record, model: str) -> None:
+    """What `storage` counts on disk, but for norms, which stay with the base; shapes are metadata there."""
+    counted, quantized = record["storage"]["on_disk"]["parts"], record["quantization"]["parts"]
+    held = read_headers(Path(model))
+    norms = sum(one.bytes for name, one in held.items() if "self_attn" in name and "norm" in name)
+    assert parts["attention"] == counted["attention"] - norms + 16 * quantized["attention"]["linears"]
+    if "experts" in quantized:  # gate and up are together in the model, and two matrices in files
+        shapes, edits = 16 * quantized["experts"]["linears"] * 3 // 2, edited_bytes(record)
+        assert parts["experts"] == counted["experts"] + shapes + edits
+
+
+QUANTIZED = (
+    {"operator": "constant", "quantize": "w3(group=16, fewest=1)"},
+    {"operator": "compel", "scale": "renorm", "quantize": "e3a4(group=16, zeros=bits)", "quant_text": "world:code"},
+    # Edits of experts that stay in 16 bits are beside the integers, not in them.
+    {"operator": "compel", "scale": "renorm", "quantize": "e16a4(group=16)"},
+    {"operator": "reroute", "scale": "keep", "quantize": "mc3a4(group=24, fewest=1)"},
+    {"operator": "tilt", "operator_parameters": ("rank=2",), "fit_draw": "B", "quantize": "w2(groups=dynamic)"},
+    {"method": None, "ratio": None, "quantize": "w4(group=16)"},
+)
+
+
+def test_a_quantized_run_is_native_bit_for_bit_and_nothing_else(runs, model, tmp_path, monkeypatch):
+    """Logits as the harness evaluates them, seen while it does, and those of a fresh process that reads the files."""
+    evaluate, seen, cells = Session._evaluate, [], []
+
+    def watched(self, arm, loaded, deployed, *more):
+        seen.append(logits(loaded.moe.model) if deployed is None else evaluated(loaded.moe, deployed))
+        return evaluate(self, arm, loaded, deployed, *more)
+
+    monkeypatch.setattr(Session, "_evaluate", watched)
+    for number, arm in enumerate(QUANTIZED):
+        folder = runs(**arm)
+        out = tmp_path / f"out{number}"
+        done = export_run(folder, "native", out, model=model)
+        assert verify(out).exact
+        record = read_run(folder).record
+        card = (out / "README.md").read_text()
+        assert record["quantization"]["sha256"] in card
+        assert f"calibration of the quantizer | {arm.get('quant_text', 'world:general')}" in card
+        check_packed_bytes(done.stored["parts"], record, model)
+        cells.append(("native", out, "float32"))
+        for form in ("hf", "vllm-mone", "ct"):
+            with pytest.raises(
+                UsageError, match=rf"^{form} cannot hold this model: .* integers of {arm['quantize'][:2]}"
+            ):
+                export_run(folder, form, tmp_path / "no", model=model)
+    for found, wanted in zip(in_fresh_process(cells, tmp_path), seen, strict=True):
+        assert torch.equal(found, wanted)
+    assert not (tmp_path / "no").exists()
+
+
+def test_other_integers_than_the_recorded_ones_are_an_error(runs, model):
+    run = read_run(runs(operator="constant", quantize="w3(group=16, fewest=1)"))
+    record = {**run.record, "quantization": {**run.record["quantization"], "sha256": "0" * 64}}
+    with pytest.raises(IntegrityError, match="the quantizer answers with other integers than the record names"):
+        rebuild(type(run)(record, run.items, run.path), model=model)
 
 
 def test_a_dense_run_has_nothing_to_export(runs):
@@ -144,6 +208,8 @@ def test_the_commands_from_run_to_verified_export(runs, model, tmp_path, capsys,
     for words in (record["run_id"], record["mask"]["digest"], "softmax, no renorm", "world:general, 8 blocks of 32"):
         assert words in card
     assert "The record counts the same." in card
+    link = re.search(r"its record is \[record\.json\]\((.*?)\)", card)
+    assert (out / link[1]).is_file()
     assert json.loads((out / "prunebench" / "record.json").read_text()) == record
     assert cli.main(["verify", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -204,3 +204,22 @@ def test_what_an_operator_of_ones_own_stores_is_not_known_beforehand(spec):
 def test_an_arm_with_a_budget_has_nothing_to_match_with(spec):
     with pytest.raises(UsageError, match="nothing to match with"):
         matched(spec(operator="reroute", quantize="w4"), "e3a4")
+
+
+def test_edits_of_weights_that_stay_as_they_are_are_run_with(spec, tmp_path, monkeypatch):
+    """At e16a8 experts are not quantized, so nothing but the plan has what their editor made of them."""
+    seen = {}
+    evaluate = Session._evaluate
+
+    def watched(self, arm, loaded, deployed, *more):
+        seen[arm.spec.quantize] = deployed.edits
+        return evaluate(self, arm, loaded, deployed, *more)
+
+    monkeypatch.setattr(Session, "_evaluate", watched)
+    session = Session(tmp_path)
+    whole, beside, inside = None, "e16a8(group=16, fewest=1)", QUICK
+    for quantize in (whole, beside, inside):
+        session.execute(prepare(spec(operator="compel", scale="renorm", quantize=quantize)))
+    assert seen[whole]
+    assert list(seen[beside]) == list(seen[whole])
+    assert seen[inside] == {}

@@ -14,7 +14,7 @@ FORMATS = ("native", "hf", "vllm-mone", "ct")
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """The options of `prunebench export`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a pruned run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a pruned or quantized run")
     parser.add_argument(
         "--format", required=True, choices=FORMATS, help="what to write; docs/export.md says what each holds"
     )

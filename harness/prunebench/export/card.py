@@ -8,6 +8,7 @@ from typing import Any, Final
 import prunebench
 from prunebench.export.pruned import Anatomy, PrunedModel, in_words
 from prunebench.export.quantized import Scheme
+from prunebench.quantize import QuantizedModel
 from prunebench.storage import PARTS
 
 __all__ = ["card"]
@@ -48,10 +49,11 @@ def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, 
         "router groups": pruned.policy if convention.groups is not None else "none",
         "evaluated in": f"{pruned.settings.dtype}, {pruned.settings.experts_implementation}, {pruned.settings.device}",
         **({} if scheme is None else {"quantized": _quantized(scheme)}),
+        **({} if pruned.quantized is None else {"quantized": _integers(pruned.quantized)}),
         **_of_record(pruned.record),
     }
     lines = [
-        f"# {pruned.model}, pruned",
+        f"# {pruned.model}, {_what(pruned)}",
         "",
         f"Written by prunebench {prunebench.__version__} (`prunebench export`).",
         "`prunebench verify FOLDER` compares it with its source.",
@@ -77,11 +79,26 @@ def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, 
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _what(pruned: PrunedModel) -> str:
+    done = ["pruned"] * (pruned.plan.mask.pruned_count > 0) + ["quantized"] * (pruned.quantized is not None)
+    return " and ".join(done) or "as it was"
+
+
 def _quantized(scheme: Scheme) -> str:
     attention = f"{scheme.attention_bits} bits" if scheme.attention_bits else "as it was"
     return (
         f"experts {scheme.bits} bits, attention {attention}; round-to-nearest, symmetric, groups of"
         f" {scheme.group_size} columns. The scores below are of the unquantized model"
+    )
+
+
+def _integers(quantized: QuantizedModel) -> str:
+    bits, setting = quantized.setting.bits, quantized.setting
+    widths = [f"{what} {width} bits" for what, width in (("experts", bits.experts), ("linears", bits.linears)) if width]
+    mean = " on average" * setting.mixed
+    return (
+        f"{setting.text}: {in_words(widths)}{mean}; GPTQ, asymmetric, {setting.groups} groups of {bits.group} columns;"
+        f" integers sha256 {quantized.digest()}. The scores below are of these integers"
     )
 
 
@@ -95,21 +112,22 @@ def _answers(pruned: PrunedModel) -> str:
     said = [f"{kind} for {count}" for kind, count in sorted(kinds.items())]
     said += [f"refilled by survivors for {refilled}"] if refilled else []
     said += [f"{len(pruned.plan.edits)} weights of survivors edited"] if pruned.plan.edits else []
-    return in_words(said)
+    return in_words(said) or "none"
 
 
 def _of_record(record: Mapping[str, Any] | None) -> dict[str, str]:
     if record is None:
         return {}
     identity = record["identity"]
-    rows = {"mask chosen by": str(record["arm"]["mask"])}
+    rows = {} if record["mask"] is None else {"mask chosen by": str(record["arm"]["mask"])}
     for name, key in (("method", "method"), ("operator", "operator")):
         part = identity[key]
         if part is not None:
             parameters = in_words([f"{field} = {value}" for field, value in part["parameters"].items()])
             rows[name] = f"{part['name']} ({parameters})" if parameters else part["name"]
             rows[name] += f", file sha256 {part['file_sha256'][:16]}"
-    for name, part in (identity["calibration"] or {}).items():
+    quantizer = {} if "quantize" not in identity else {"quantizer": identity["quantize"]["calibration"]}
+    for name, part in {**(identity["calibration"] or {}), **quantizer}.items():
         if part is not None:
             words = f"{part['text']}, {part['blocks']} blocks of {part['length']} tokens, draw {part['draw']}"
             rows[f"calibration of the {name}"] = f"{words}, fingerprint {part['fingerprint']}"
@@ -122,7 +140,8 @@ def _recorded_bytes(pruned: PrunedModel, stored: Mapping[str, Any], form: str) -
         return []
     recorded = pruned.record["storage"]
     if form == "native":
-        smaller = f"with the pruned experts gone the record counts {recorded['total']:,} bytes"
+        gone = "with the pruned experts gone " * (pruned.plan.mask.pruned_count > 0)
+        smaller = f"{gone}the record counts {recorded['total']:,} bytes"
         return [f"The base model's weights are not in this folder; {smaller}."]
     if recorded["total"] == stored["total"]:
         return ["The record counts the same."]
@@ -135,7 +154,12 @@ def _scores(pruned: PrunedModel) -> list[str]:
     if pruned.record is None:
         return []
     record = pruned.record
-    lines = ["", "## Scores", "", "Of the run before it was exported; its record is `prunebench/record.json`"]
+    lines = [
+        "",
+        "## Scores",
+        "",
+        "Of the run before it was exported; its record is [record.json](prunebench/record.json)",
+    ]
     lines[-1] += f" (run `{record['run_id']}`, `{pruned.run}`)."
     lines += ["", "| metric | value | 95 % interval | n |", "| --- | ---: | --- | ---: |"]
     for name, metric in sorted(record["metrics"].items()):

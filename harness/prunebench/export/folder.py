@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from prunebench.errors import UsageError
 from prunebench.record import clear_leftovers, sync
 
@@ -52,7 +54,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         sync(temporary)
         temporary.rename(folder)
         sync(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # what safetensors writes, it reports in its own words
         raise UsageError(
             "cannot write the export", where=str(folder), expected="a writable folder with room", fix=str(error)
         ) from error

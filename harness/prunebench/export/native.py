@@ -3,6 +3,8 @@
     prunebench/plan.safetensors    mask, fills (class, config, tensors), edited weights, scales
     prunebench/router.safetensors  every row of every router, as the base has them
     prunebench/methods/*.py        the files whose own fill classes the plan names
+    prunebench/integers.safetensors
+                                   of a quantized run: packed integers, scales and zeros (`quantize.packed`)
 
 The base model's weights are not copied: only on them are the logits those of the evaluated model, bit for bit. It is
 found by name, or given, and recognised by the digest of its files.
@@ -24,19 +26,23 @@ from prunebench.export.shards import TensorFiles
 from prunebench.export.weights import copy_small_files
 from prunebench.loader import load_method_class, source_of
 from prunebench.plan import FillPlan, Plan
+from prunebench.quantize import QuantizedModel, read_packed, write_packed
 from prunebench.storage import layer_of, part_of
 
-__all__ = ["INSIDE", "ROUTER", "check_router", "read_plan", "write", "write_plan"]
+__all__ = ["INSIDE", "INTEGERS", "ROUTER", "check_router", "read_integers", "read_plan", "write", "write_plan"]
 
 INSIDE: Final = "prunebench"
 _PLAN: Final = "plan.safetensors"
 ROUTER: Final = "router.safetensors"
+INTEGERS: Final = "integers.safetensors"
 _METHODS: Final = "methods"
 
 
 def write(pruned: PrunedModel, anatomy: Anatomy, folder: Path, limit: int) -> None:
-    """Write the router's rows and the tokenizer; the plan is written with every format."""
-    del anatomy, limit
+    """Write the router's rows, integers if there are any, and the tokenizer; the plan is written with every format."""
+    del limit
+    if pruned.quantized is not None:
+        write_packed(folder / INSIDE / INTEGERS, pruned.quantized, apart=anatomy.stacked is None)
     inside = {layer.index for layer in pruned.plan.mask.layers}
     with TensorFiles(pruned.folder) as files:
         rows: dict[str, Tensor] = {
@@ -82,6 +88,15 @@ def read_plan(folder: Path) -> Plan:
         replace(layer, fills={expert: found(fill) for expert, fill in layer.fills.items()}) for layer in plan.layers
     )
     return replace(plan, layers=layers)
+
+
+def read_integers(folder: Path) -> QuantizedModel:
+    """The integers of an export that has them.
+
+    Raises:
+        UsageError, PrerequisiteError: as `read_packed`.
+    """
+    return read_packed(folder / INSIDE / INTEGERS)
 
 
 def check_router(pruned_folder: Path, base: Path) -> None:

@@ -14,7 +14,8 @@ from prunebench.install import configured_counts
 from prunebench.mask import GroupPolicy, Mask
 from prunebench.moe.layer import MoELayer, find_layers, find_unprunable
 from prunebench.moe.load import empty_model, load_weights
-from prunebench.plan import Plan
+from prunebench.plan import LayerPlan, Plan
+from prunebench.quantize import QuantizedModel
 from prunebench.record import Run
 from prunebench.replacement import Constant, Survivor, Zero
 from prunebench.routing import Scale
@@ -23,7 +24,16 @@ from prunebench.run.rebuild import rebuild
 from prunebench.run.session import Progress
 from prunebench.storage import Tensor, expert_of, layer_of, part_of, read_headers
 
-__all__ = ["Anatomy", "Facts", "PrunedModel", "Settings", "facts_of_plan", "facts_of_record", "pruned_model_of"]
+__all__ = [
+    "Anatomy",
+    "Facts",
+    "PrunedModel",
+    "Settings",
+    "facts_of_plan",
+    "facts_of_record",
+    "pruned_model_of",
+    "whole_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ class PrunedModel:
         settings: how it was run.
         record: of the run, or None.
         run: where that was, for the card.
+        quantized: the integers that it computes with, its edits in them; None if it is not quantized.
     """
 
     model: str
@@ -76,6 +87,7 @@ class PrunedModel:
     settings: Settings = Settings()
     record: Mapping[str, Any] | None = None
     run: str | None = None
+    quantized: QuantizedModel | None = None
 
 
 def pruned_model_of(
@@ -86,10 +98,10 @@ def pruned_model_of(
     operator: str | None = None,
     progress: Progress | None = None,
 ) -> PrunedModel:
-    """A recorded run as a model to export; its operator is asked once more, and must answer the same.
+    """A recorded run as a model to export; operator and quantizer are asked once more, and must answer the same.
 
     Args:
-        run: a pruned run.
+        run: a run that is pruned, quantized or both.
         check: is shown the facts that the record tells, before anything is computed.
         model: the model's folder, where the record has only its name.
         operator: the operator's file, if it is not shipped.
@@ -102,17 +114,18 @@ def pruned_model_of(
     def early(arm: PreparedArm) -> None:
         check(facts_of_record(run.record, Anatomy.of(arm.folder)))
 
-    arm, plan = rebuild(run, model=model, operator=operator, check=early, progress=progress)
+    arm, plan, quantized = rebuild(run, model=model, operator=operator, check=early, progress=progress)
     known = arm.known
     return PrunedModel(
         model=str(Path(arm.spec.model).resolve()) if Path(arm.spec.model).is_dir() else arm.spec.model,
         folder=arm.folder,
         weights_sha256=known["model"]["weights_sha256"],
-        plan=plan,
+        plan=plan if plan is not None else whole_plan(Anatomy.of(arm.folder)),
         policy=arm.policy,
         settings=Settings(known["dtype"], known["device"], known["experts_implementation"]),
         record=run.record,
         run=f"{run.path.parent.name}/{run.path.name}",
+        quantized=quantized,
     )
 
 
@@ -158,6 +171,13 @@ class Anatomy:
         return int(self.config.get_text_config().num_hidden_layers)
 
 
+def whole_plan(anatomy: Anatomy) -> Plan:
+    """The plan of a model that is not pruned."""
+    scale = anatomy.layers[0].convention.trained_scale
+    layers = tuple(LayerPlan(layer.index, {}, scale, scale) for layer in anatomy.layers)
+    return Plan(Mask.for_shapes([layer.shape for layer in anatomy.layers], {}), layers, {}, {})
+
+
 @dataclass(frozen=True)
 class Facts:
     """What decides whether a format can hold a pruned model.
@@ -170,6 +190,7 @@ class Facts:
         scales: resolved scales of refilled slots; none if `answered`.
         policy: of router groups.
         edited: layers with edited survivors.
+        integers: the setting that weights are quantized by; nothing if they are not.
     """
 
     anatomy: Anatomy
@@ -179,6 +200,7 @@ class Facts:
     scales: tuple[str, ...]
     policy: GroupPolicy
     edited: tuple[int, ...]
+    integers: str = ""
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -238,6 +260,7 @@ def facts_of_plan(pruned: PrunedModel, anatomy: Anatomy) -> Facts:
         scales=plan.scales,
         policy=pruned.policy,
         edited=_layers_of(plan.edits),
+        integers="" if pruned.quantized is None else pruned.quantized.setting.text,
     )
 
 
@@ -254,12 +277,13 @@ def facts_of_record(record: Mapping[str, Any], anatomy: Anatomy) -> Facts:
         kinds.add(Zero.__name__)
     return Facts(
         anatomy=anatomy,
-        mask=Mask.from_json(record["mask"]),
+        mask=whole_plan(anatomy).mask if record["mask"] is None else Mask.from_json(record["mask"]),
         fills=frozenset(kinds),
         answered=scales is None,
         scales=() if scales is None else tuple(scales.split(", ")),
         policy="reselect" if record["identity"].get("groups") == "reselect" else "frozen",
         edited=_layers_of(record.get("edits", {})),
+        integers=record["arm"].get("quantize", ""),
     )
 
 

@@ -27,6 +27,7 @@ from prunebench.loader import resolve_model
 from prunebench.mask import GroupPolicy
 from prunebench.moe import load_tokenizer, open_model
 from prunebench.plan import Plan
+from prunebench.quantize import QuantizedModel
 from prunebench.run.sources import ModelFiles, calibration_tokens
 
 __all__ = ["Verification", "load", "verify"]
@@ -126,7 +127,7 @@ def load(folder: str | Path, *, base: str | Path | None = None, device: str | No
     export = Export.read(Path(folder))
     settings = export.settings if device is None else changed(export.settings, device=device)
     if export.form == "native":
-        return _installed(export, export.base_folder(base), native.read_plan(export.folder), settings)
+        return _installed(export, export.base_folder(base), settings)
     if export.form == "vllm-mone":
         plan = vllm_mone.plan_of(export.folder, Anatomy.of(export.folder))
         return _pruned(vllm_mone.weights_of(export.folder, settings), plan, export.policy)
@@ -136,15 +137,25 @@ def load(folder: str | Path, *, base: str | Path | None = None, device: str | No
     return settings.weights(export.folder)
 
 
-def _installed(export: Export, base: Path, plan: Plan, settings: Settings) -> Any:
-    if export.form == "native":
-        native.check_router(export.folder, base)
-    return _pruned(settings.weights(base), plan, export.policy)
+def _installed(export: Export, base: Path, settings: Settings) -> Any:
+    """The base model with the plan of an export on it, and its integers in the place of weights."""
+    plan = native.read_plan(export.folder)
+    if export.form != "native":
+        return _pruned(settings.weights(base), plan, export.policy)
+    native.check_router(export.folder, base)
+    # The description says so: without the file this is no export of the unquantized model.
+    quantized = f"{INSIDE}/{native.INTEGERS}" in export.files
+    integers = native.read_integers(export.folder) if quantized else None
+    return _pruned(settings.weights(base), plan, export.policy, integers)
 
 
-def _pruned(model: Any, plan: Plan, policy: GroupPolicy) -> Any:
+def _pruned(model: Any, plan: Plan, policy: GroupPolicy, integers: QuantizedModel | None = None) -> Any:
     """The model with the plan on it; the hooks keep what they need alive."""
-    installed(open_model(model), plan, policy=policy).__enter__()  # never to be left
+    moe = open_model(model)
+    if integers is not None:
+        integers.put(moe)
+        plan = changed(plan, edits=integers.unquantized(moe, plan.edits))
+    installed(moe, plan, policy=policy).__enter__()  # never to be left
     return model
 
 
@@ -239,7 +250,7 @@ def _source(export: Export, base: Path) -> Any:
         with tempfile.TemporaryDirectory() as scratch:
             ct.simulate(pruned, Anatomy.of(base), Path(scratch), parse_size(DEFAULT_SHARD), export.scheme)
             return export.settings.weights(Path(scratch))
-    return _installed(export, base, native.read_plan(export.folder), export.settings)
+    return _installed(export, base, export.settings)
 
 
 @torch.inference_mode()

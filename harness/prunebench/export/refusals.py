@@ -50,6 +50,10 @@ def _quantized(facts: Facts) -> str:
     return f"the base checkpoint is quantized by {facts.quantization}" if facts.quantization else ""
 
 
+def _integers(facts: Facts) -> str:
+    return f"the run computes with the integers of {facts.integers}" if facts.integers else ""
+
+
 def _stray(facts: Facts) -> str:
     return f"layer {facts.stray_layers[0]} has experts that the mask does not name" if facts.stray_layers else ""
 
@@ -120,6 +124,7 @@ def _stacked(facts: Facts) -> str:
 
 REFUSALS: Final = (
     Refusal("quantized", _COPIES, _quantized, "a base checkpoint with plain weights"),
+    Refusal("integers", _COPIES, _integers, "a run without --quantize; ct makes integers of its own as it writes"),
     Refusal("unreadable", ("ct",), _unreadable, "a model type whose packed weights transformers loads"),
     Refusal("fills", _PLAIN, _filled, "rerouted slots: nothing in this format answers for a pruned expert"),
     Refusal("scale", _PLAIN, _scale, "a scale that a router without them computes, such as renorm of a softmax"),

@@ -139,13 +139,16 @@ def write_export(
 
 
 def _stored(pruned: PrunedModel, form: str, folder: Path) -> dict[str, Any]:
-    """Bytes on disk by part; of a native export, those of fills, edited weights and router rows."""
+    """Bytes on disk by part; of a native export, those of fills, edited weights, router rows and integers."""
     if form != "native":
         return measured(read_headers(folder))
     parts = dict.fromkeys(PARTS, 0)
     parts["fills"] = sum(tensor.numel() * tensor.element_size() for tensor in pruned.plan.tensors.values())
     parts["experts"] = sum(tensor.numel() * tensor.element_size() for tensor in pruned.plan.edits.values())
     parts["router"] = sum(tensor.bytes for tensor in read_headers(folder / INSIDE / native.ROUTER).values())
+    if pruned.quantized is not None:
+        for part, size in measured(read_headers(folder / INSIDE / native.INTEGERS))["parts"].items():
+            parts[part] += size
     return {"total": sum(parts.values()), "parts": parts}
 
 

@@ -10,7 +10,7 @@ from prunebench.quantize.allocation import allocate, costs
 from prunebench.quantize.grid import Grid, dequantized, grid_of
 from prunebench.quantize.kernel import FEWEST_TOKENS, Quantized, gptq, output_error, round_to_nearest
 from prunebench.quantize.model import QuantizedLinear, QuantizedModel
-from prunebench.quantize.packed import Stated, packed_tensors, read_packed, stated_matrices, write_packed
+from prunebench.quantize.packed import packed_tensors, read_packed, write_packed
 from prunebench.quantize.passes import quantize_model, without_edits
 from prunebench.quantize.setting import NAMES, Setting, setting_of
 
@@ -22,7 +22,6 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedModel",
     "Setting",
-    "Stated",
     "allocate",
     "costs",
     "dequantized",
@@ -34,7 +33,6 @@ __all__ = [
     "read_packed",
     "round_to_nearest",
     "setting_of",
-    "stated_matrices",
     "without_edits",
     "write_packed",
 ]

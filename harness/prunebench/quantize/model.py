@@ -116,6 +116,31 @@ class QuantizedModel:
         finally:
             undo.restore()
 
+    def put(self, moe: MoEModel) -> None:
+        """Write the quantized weights for good.
+
+        Raises:
+            UsageError: a model of other parameters.
+        """
+        parameters = dict(moe.model.named_parameters())
+        for name, linear in self.linears.items():
+            _write(Undo(), _parameter(parameters, name), name, linear)
+
+    def unquantized(self, moe: MoEModel, edits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of a plan's edits those of parameters that are not quantized; the others are in the integers already.
+
+        Args:
+            moe: the model.
+            edits: `layer/expert/name` -> new weights of a survivor.
+        """
+        names = {id(parameter): name for name, parameter in moe.model.named_parameters()}
+
+        def is_left(key: str) -> bool:
+            layer, _, parameter = key.split("/")
+            return names[id(moe.layer(int(layer)).experts.get_parameter(parameter))] not in self.linears
+
+        return {key: value for key, value in edits.items() if is_left(key)}
+
     def faults(self, moe: MoEModel, pruned: Mapping[int, Sequence[int]] | None = None) -> list[str]:
         """Where a model is not this one: weights that differ, and linears that should be here and are not.
 

@@ -1,7 +1,8 @@
 """A recorded run's plan, made again and proven to be the recorded one.
 
 Records name every stored tensor by its digest, but do not hold it. What a run needs to be made again stands in its
-identity, so its operator is asked once more, on the recorded mask, and the answer must have the recorded digests.
+identity, so its operator is asked once more, on the recorded mask, and the answer must have the recorded digests. A
+quantized run's integers are made again in the same way, and held to their digest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from prunebench.errors import IntegrityError, PrerequisiteError, UsageError
 from prunebench.loader import available, load_method_class
 from prunebench.plan import Plan
+from prunebench.quantize import QuantizedModel
 from prunebench.record import Run
 from prunebench.run.arm import PreparedArm, prepare
 from prunebench.run.reproduce import plan_request_of
@@ -25,43 +27,44 @@ __all__ = ["rebuild", "spec_of"]
 
 # What decides about a plan. The rest of an identity says what it was asked.
 _SAME = ("model", "operator", "mask", "calibration", "dtype", "device", "experts_implementation", "batch_tokens")
-_OPTIONAL = ("groups", "operator_layers")
+_TEXT = ("text", "blocks", "length", "draw")
+_OPTIONAL = ("groups", "operator_layers", "quantize")
 
 
 def spec_of(run: Run, *, model: str | None = None, operator: str | None = None) -> ArmSpec:
-    """A request for the run's plan: its recorded mask, with its operator as recorded.
+    """A request for the run's plan and integers: its recorded mask, with its operator and setting as recorded.
 
     Args:
-        run: a pruned run.
+        run: a run that is pruned, quantized or both.
         model: where the model is, if it was a folder; a record has only the folder's name.
         operator: where the operator's file is, if it is no shipped one.
 
     Raises:
-        UsageError: a dense or a quantized run.
+        UsageError: a run that is neither.
         PrerequisiteError: an operator that is not shipped, and not given.
     """
     identity = run.record["identity"]
-    if "quantize" in identity:
-        raise UsageError(
-            "the run is quantized, and records do not hold its integers",
-            where=run.name,
-            expected="a run in 16 bits or more",
-            fix="export the same arm without --quantize; ct rounds to nearest as it writes",
-        )
+    # Nothing is evaluated; this suite has its data with it.
+    request = replace(plan_request_of(run, model=model), suites=("perplexity",))
     if run.record["mask"] is None:
-        raise UsageError("the run is dense", where=run.name, expected="a pruned run", fix="use the model itself")
+        if "quantize" not in identity:
+            raise UsageError(
+                "the run is dense", where=run.name, expected="a pruned or quantized run", fix="use the model itself"
+            )
+        return request
     fitted = run.calibration("fit")
-    text = {} if fitted is None else {name: fitted[name] for name in ("text", "blocks", "length", "draw")}
+    text = {} if fitted is None else {name: fitted[name] for name in _TEXT}
+    # The request is of the fit's text, so the quantizer's is stated whether or not it was the mask's.
+    seen = identity["quantize"]["calibration"] if "quantize" in identity else {}
+    quant = {f"quant_{name}": seen[name] for name in _TEXT if seen}
     unset = dict.fromkeys(("method", "ratio", "keep", "protect", "spare", *FIT_FIELDS))
     return replace(
-        plan_request_of(run, model=model),
-        **{**unset, **text},
+        request,
+        **{**unset, **text, **quant},
         parameters=(),
         scope=ArmSpec.scope,
         mask=str(run.path),
         operator=operator or _shipped(identity["operator"]["name"], run),
-        # Nothing is evaluated; this suite has its data with it.
-        suites=("perplexity",),
     )
 
 
@@ -72,13 +75,13 @@ def rebuild(
     operator: str | None = None,
     check: Callable[[PreparedArm], None] | None = None,
     progress: Progress | None = None,
-) -> tuple[PreparedArm, Plan]:
-    """The run's arm and its plan, which has the recorded mask and tensors.
+) -> tuple[PreparedArm, Plan | None, QuantizedModel | None]:
+    """The run's arm; its plan, which has the recorded mask and tensors, if it is pruned; its integers, if it has any.
 
     Score and gradient passes that the run's grid has left beside its records are used; others are made again.
 
     Args:
-        run: a pruned run.
+        run: a run that is pruned, quantized or both.
         model: as for `spec_of`.
         operator: as for `spec_of`.
         check: is shown the arm before anything is computed.
@@ -86,7 +89,7 @@ def rebuild(
 
     Raises:
         UsageError, PrerequisiteError: as `spec_of`, or model or operator are not those of the run.
-        IntegrityError: the operator answers with other tensors than it did.
+        IntegrityError: the operator answers with other tensors than it did, or the quantizer with other integers.
     """
     arm = prepare(spec_of(run, model=model, operator=operator))
     _check_same(run, arm)
@@ -96,16 +99,23 @@ def rebuild(
     with tempfile.TemporaryDirectory() as scratch:
         session = Session(records if (records / CACHE).is_dir() else Path(scratch), progress=progress)
         plan = session.plan(arm)
-    assert plan is not None
-    for name, made in (("tensors", plan.manifest()), ("edits", plan.edit_manifest())):
-        if made != run.record.get(name, {}):
-            raise IntegrityError(
-                f"the operator answers with other {name} than the record names",
-                where=run.name,
-                expected="the same bytes, which a processor or a library of another version may round otherwise",
-                fix="run the arm anew here, and export that run",
-            )
-    return arm, plan
+        if plan is not None:
+            _check_answer(run, "operator", "tensors", run.record.get("tensors", {}), plan.manifest())
+            _check_answer(run, "operator", "edits", run.record.get("edits", {}), plan.edit_manifest())
+        quantized = session.quantized(arm, plan)
+    if quantized is not None:
+        _check_answer(run, "quantizer", "integers", run.record["quantization"]["sha256"], quantized.digest())
+    return arm, plan, quantized
+
+
+def _check_answer(run: Run, who: str, name: str, recorded: object, made: object) -> None:
+    if made != recorded:
+        raise IntegrityError(
+            f"the {who} answers with other {name} than the record names",
+            where=run.name,
+            expected="the same bytes, which a processor or a library of another version may round otherwise",
+            fix="run the arm anew here, and export that run",
+        )
 
 
 def _shipped(name: str, run: Run) -> str:
@@ -124,11 +134,13 @@ def _check_same(run: Run, arm: PreparedArm) -> None:
     wanted: dict[str, Any] = {name: identity.get(name) for name in (*_SAME, *_OPTIONAL)}
     found: dict[str, Any] = {name: arm.known.get(name) for name in (*_SAME, *_OPTIONAL)}
     # Whatever the mask was chosen by, here it is given.
-    wanted["mask"], found["mask"] = wanted["mask"]["digest"], found["mask"]["digest"]
+    wanted["mask"], found["mask"] = ((one["mask"] or {}).get("digest") for one in (wanted, found))
     wanted["model"], found["model"] = _without_name(wanted["model"]), _without_name(found["model"])
-    wanted["calibration"], found["calibration"] = wanted["calibration"]["fit"], found["calibration"]["fit"]
-    if found["calibration"] is not None and "fingerprint" not in found["calibration"]:
-        wanted["calibration"] = {name: wanted["calibration"][name] for name in found["calibration"]}
+    wanted["calibration"], found["calibration"] = ((one["calibration"] or {}).get("fit") for one in (wanted, found))
+    wanted["calibration"] = _known_of(wanted["calibration"], found["calibration"])
+    if wanted["quantize"] is not None and found["quantize"] is not None:
+        known = _known_of(wanted["quantize"]["calibration"], found["quantize"]["calibration"])
+        wanted["quantize"] = {**wanted["quantize"], "calibration": known}
     for name, value in wanted.items():
         if found[name] != value:
             raise PrerequisiteError(
@@ -142,6 +154,13 @@ _HINTS = {
     "model": "give the model's folder: --model FOLDER",
     "operator": "give the file as it was: --operator FILE; or run the arm anew",
 }
+
+
+def _known_of(wanted: Mapping[str, Any] | None, found: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What a record says of a calibration, as far as it is known of one whose text was not read yet."""
+    if wanted is None or found is None or "fingerprint" in found:
+        return wanted
+    return {name: wanted[name] for name in found}
 
 
 def _without_name(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,6 +182,11 @@ class Session:
         """
         return self._made(arm)[2]
 
+    def quantized(self, arm: PreparedArm, plan: Plan | None) -> QuantizedModel | None:
+        """The integers of the arm's plan, None if it is not quantized; nothing is evaluated or written."""
+        loaded = self._model(arm)
+        return self._quantize(arm, loaded, plan, self._tokens(arm, loaded))
+
     def planned(self, arm: PreparedArm) -> tuple[LoadedModel, Plan | None, Tensor]:
         """The arm's model, its plan if it is not dense, and [B, L] calibration tokens; proven, and not evaluated.
 
@@ -210,8 +215,9 @@ class Session:
         plan, mask_source, fitted = self._plan(arm, loaded, tokens)
         quantized = self._quantize(arm, loaded, plan, tokens)
         with quantized.installed(loaded.moe) if quantized is not None else nullcontext(nullcontext) as unquantized:
-            # Edited survivors are in the quantized weights.
-            deployed = replace(plan, edits={}) if plan is not None and quantized is not None else plan
+            deployed = plan
+            if plan is not None and quantized is not None:
+                deployed = replace(plan, edits=quantized.unquantized(loaded.moe, plan.edits))
             checks = self._prove(arm, loaded, deployed, tokens[arm.spec.calibration], quantized)
             journal = self._journal(arm, plan, quantized)
             try:
