@@ -389,7 +389,7 @@ def prune_lowest(
 
     Never a protected one. Of equal scores the lowest id is kept; over the whole model, where scores are compared as
     they are, the lowest layer's. The mask's report names experts whose score is zero, ties that the id decided, and
-    protected experts that the score would have pruned.
+    protected experts that would have gone if none were protected.
 
     Args:
         layers: the layers.
@@ -404,15 +404,11 @@ def prune_lowest(
     if (collected := _COLLECTED.get()) is not None:
         collected.update(scores)
     shapes = [layer.shape for layer in layers]
-    if budget.scope == "global":
-        pruned = _lowest_of_all(shapes, scores, budget)
-    else:
-        pruned = {shape.index: _lowest_of_layer(shape, scores[shape.index], budget) for shape in shapes}
+    pruned = _lowest(shapes, scores, budget)
     if not budget.make_up:
         pruned = {i: [e for e in ids if e not in budget.protected.get(i, frozenset())] for i, ids in pruned.items()}
-    report = {str(i): _report(scores[i], ids, budget.protected.get(i, frozenset())) for i, ids in pruned.items()}
     mask = Mask.for_shapes(shapes, pruned)
-    return dataclasses.replace(mask, report={"score": name, "layers": {i: one for i, one in report.items() if one}})
+    return dataclasses.replace(mask, report={"score": name, "layers": _report(shapes, scores, budget, pruned)})
 
 
 def _checked_scores(layer: LayerView, score: Callable[[LayerView], npt.ArrayLike], name: str) -> Float64:
@@ -428,6 +424,13 @@ def _checked_scores(layer: LayerView, score: Callable[[LayerView], npt.ArrayLike
             expected=f"{layer.experts} finite numbers",
         )
     return score_E
+
+
+def _lowest(shapes: Sequence[LayerShape], scores: Mapping[int, Float64], budget: Budget) -> dict[int, list[int]]:
+    """The experts of each layer that go, before those are taken out in whose place nobody goes."""
+    if budget.scope == "global":
+        return _lowest_of_all(shapes, scores, budget)
+    return {shape.index: _lowest_of_layer(shape, scores[shape.index], budget) for shape in shapes}
 
 
 def _lowest_of_layer(shape: LayerShape, score_E: Float64, budget: Budget) -> list[int]:
@@ -465,17 +468,26 @@ def _lowest_of_all(shapes: Sequence[LayerShape], scores: Mapping[int, Float64], 
     return pruned
 
 
-def _report(score_E: Float64, pruned: Sequence[int], protected: frozenset[int]) -> dict[str, list[int]]:
-    """What a layer's scores left to a rule: ids by what it was."""
-    gone = set(pruned)
-    cuts = {float(score_E[e]) for e in gone}
-    highest = max(cuts, default=-np.inf)
-    found = {
-        "zero_scores": np.flatnonzero(score_E == 0).tolist(),
-        "kept_by_id": [e for e, s in enumerate(score_E.tolist()) if s in cuts and e not in gone | protected],
-        "kept_by_protection": sorted(e for e in protected if score_E[e] <= highest),
-    }
-    return {name: ids for name, ids in found.items() if ids}
+def _report(
+    shapes: Sequence[LayerShape], scores: Mapping[int, Float64], budget: Budget, pruned: Mapping[int, Sequence[int]]
+) -> dict[str, dict[str, list[int]]]:
+    """What scores left to a rule: by layer, ids by what it was."""
+    cuts = {index: set(scores[index][list(ids)].tolist()) for index, ids in pruned.items()}
+    of_all = set().union(*cuts.values())
+    free = _lowest(shapes, scores, dataclasses.replace(budget, protected={})) if budget.protected else pruned
+    report = {}
+    for index, score_E in scores.items():
+        protected = budget.protected.get(index, frozenset())
+        equal = of_all if budget.scope == "global" else cuts[index]
+        decided = protected | set(pruned[index])
+        found = {
+            "zero_scores": np.flatnonzero(score_E == 0).tolist(),
+            "kept_by_id": [e for e, s in enumerate(score_E.tolist()) if s in equal and e not in decided],
+            "kept_by_protection": sorted(protected & set(free[index])),
+        }
+        if found := {name: ids for name, ids in found.items() if ids}:
+            report[str(index)] = found
+    return report
 
 
 def _lowest_per_group(order: Sequence[int], count: int, shape: LayerShape) -> list[int]:

@@ -466,10 +466,18 @@ def test_an_instrument_is_refused():
 
 def test_gradients_that_are_not_finite_are_refused():
     moe = opened("olmoe", torch.float32)
-    with torch.no_grad():
-        moe.model.lm_head.weight.fill_(3e38)
+    moe.model.model.norm.register_full_backward_hook(lambda _m, grads, _of: (grads[0] * torch.inf,))
     with pytest.raises(UsageError, match=r"gradients are not finite \(statistic 'fisher'\); in model\.layers\.0"):
         fisher(moe, random_ids(1, 8))
+
+
+@pytest.mark.parametrize("kind", [Fisher, TrueFisher])
+def test_logits_that_are_not_finite_are_refused(kind):
+    moe = opened("olmoe", torch.float32)
+    with torch.no_grad():
+        moe.model.lm_head.weight.fill_(3e38)
+    with pytest.raises(UsageError, match="the model's logits are not finite; in a gradient pass"):
+        fisher(moe, random_ids(1, 8), kind=kind())
 
 
 def test_single_experts_that_add_up_to_something_else_are_an_error():

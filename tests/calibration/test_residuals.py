@@ -231,10 +231,35 @@ def test_an_exact_match_of_weighted_residuals_leaves_the_mixture_unchanged(angle
     assert damage[0] > 0.1
 
 
+def summed_shares(batch) -> torch.Tensor:
+    """What shares sum to ([T]): one, but for the ε that a sigmoid router adds to the sum that it divides by."""
+    if batch.call.convention.score != "sigmoid":
+        return torch.ones(batch.tokens, dtype=torch.float64)
+    total_T = (1 / (1 + (-batch.call.logits_TE.double()).exp())).gather(1, batch.index_TK).sum(-1)
+    return total_T / (total_T + 1e-20)
+
+
 @given(token_batches(conventions=RENORM))
 def test_shares_of_a_token_sum_to_one_so_that_their_mean_is_one_over_k(batch):
     assert batch.whole
-    torch.testing.assert_close(batch.shares_TK.sum(-1), torch.ones(batch.tokens).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(batch.shares_TK.sum(-1), summed_shares(batch), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("logit", "short"), [(-18.4375, 1.017e-12), (-30.0, 1.0686e-7), (0.0, 0.0)])
+def test_shares_fall_short_of_one_by_what_the_router_adds_to_their_sum(logit, short):
+    convention = Convention("sigmoid", renormalised=True, factor=2.446, epsilon=1e-20)
+    call = router_call(convention, torch.tensor([[logit, -40.0]]), top_k=1)
+    batch = batch_of(
+        x_TD=torch.zeros(1, 1),
+        scores_TE=call.logits_TE.sigmoid(),
+        choice_TE=call.logits_TE,
+        index_TK=call.index_TK,
+        gates_TK=call.gates_TK,
+        outputs_TKD=torch.zeros(1, 1, 1),
+        call=call,
+    )
+    assert 1 - float(batch.shares_TK.sum()) == pytest.approx(short, rel=2e-3, abs=1e-15)
+    assert 1 - float(summed_shares(batch)) == pytest.approx(short, rel=2e-3, abs=1e-15)
 
 
 @given(token_batches(conventions=RENORM, ties=False, min_experts=4), st.data())

@@ -51,6 +51,37 @@ def test_protected_experts_and_scopes_reach_the_mask(masks, capsys, tmp_path):
     assert f"layer {first['index']}: only A prunes {spared}; only B prunes " in text
 
 
+def test_what_a_rule_decided_is_told_where_the_mask_is_computed(capsys, tmp_path):
+    out = tmp_path / "few.json"
+    few = ("--model", "tiny-granite", "--ratio", "0.5", "--blocks", "1", "--length", "4", "--method", "reap")
+    code, text, _ = asked(capsys, "compute", *few, "--protect", "super", "--out", out, "--json")
+    assert code == 0
+    layers = json.loads(text)["selection"]["layers"]
+    assert all(len(layer["never_routed"]) > 16 for layer in layers.values())
+    code, text, _ = asked(capsys, "compute", *few, "--protect", "super", "--out", out)
+    lines = text.splitlines()
+    assert [line.split(":")[0] for line in lines[1:5]] == [f"layer {index}" for index in layers]
+    for line, layer in zip(lines[1:5], layers.values(), strict=True):
+        unreached, kept = line.split(": ", 1)[1].split("; ")
+        assert unreached == f"no token reached {', '.join(map(str, layer['never_routed']))}"
+        # All that go are of the unreached, the highest ids first.
+        assert kept == f"kept by id over equal scores {', '.join(map(str, layer['never_routed'][:-16]))}"
+    assert lines[5:] == ["super experts (absolute): none", str(out)]
+    first = layers["0"]["never_routed"]
+    code, text, _ = asked(capsys, "compute", *few, "--spare", f"0:{first[-1]}", "--out", out)
+    assert text.splitlines()[1].endswith(f"; kept by protection {first[-1]}")
+
+
+@pytest.mark.parametrize("where", ["", "file/mask.json"])
+def test_a_mask_that_cannot_be_written_is_refused_before_any_pass(capsys, tmp_path, monkeypatch, where):
+    monkeypatch.setattr(Session, "choose", lambda *_: pytest.fail("a pass was made"))
+    (tmp_path / "file").touch()
+    code, out, err = asked(capsys, "compute", *SMALL, "--method", "reap", "--out", tmp_path / where)
+    assert (code, out) == (2, "")
+    assert ("a folder stands where the mask goes" if not where else "cannot write there") in err
+    assert err.count("\n") == 1
+
+
 def test_masks_are_shown_compared_and_validated(masks, capsys):
     both = (masks / "reap.json", masks / "frequency.json")
     code, text, _ = asked(capsys, "show", both[0])

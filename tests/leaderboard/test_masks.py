@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from prunebench import load_method
 from prunebench.mask import Mask
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,25 @@ def test_the_committed_masks_are_those_of_the_records(masks, chosen, tmp_path):
     for path in there:
         mask = Mask.load(ROOT / "fixtures" / "masks" / path)
         assert mask.to_json() == json.loads((tmp_path / path).read_text())
+
+
+def test_docs_name_the_criteria_that_have_no_mask():
+    text = (ROOT / "docs" / "criteria.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE)
+    table = table[: table.index("random") + 1]
+    there = {path.name for path in (ROOT / "fixtures" / "masks" / "tiny-moonlight").glob("*.json")}
+
+    def has_masks(criterion: str) -> bool:
+        name, *given = criterion.split()
+        method = load_method(
+            name, {key: {"false": False}.get(value, value) for key, value in (p.split("=") for p in given)}
+        )
+        parts = [name, *(f"{key}={value}" for key, value in sorted(method.parameters().items()))]
+        return {"-".join([*parts, f"{ratio}.json"]) for ratio in ("0.25", "0.5", "0.75")} <= there
+
+    said = re.search(r"Not there, of the table: (.*?); nor ", text, flags=re.DOTALL)
+    assert len(table) == 28
+    assert sorted(re.findall(r"`([^`]+)`", said[1])) == sorted(one for one in table if not has_masks(one))
 
 
 def test_agreement_is_counted_over_pruned_and_over_kept_experts(masks):

@@ -80,6 +80,42 @@ def test_protected_experts_are_made_up_for_or_make_the_mask_smaller(scope):
     assert spared.report["layers"]["0"]["kept_by_protection"] == [0]
 
 
+@pytest.mark.parametrize("make_up", [True, False])
+@pytest.mark.parametrize(
+    ("scope", "scores", "protected", "kept"),
+    [
+        # Two of eight go: 0 and 1. Of the protected, 1 would have; it has the highest score of those that go.
+        ("layer", {1: [0, 1, 2, 3, 4, 5, 6, 7]}, {1: {1, 2}}, {1: [1]}),
+        # Everything that would have gone is protected.
+        ("layer", {1: [0, 1, 2, 3, 4, 5, 6, 7]}, {1: {0, 1}}, {1: [0, 1]}),
+        # Of equal scores the higher ids go, protected or not.
+        ("layer", {1: [0, 0, 0, 3, 4, 5, 6, 7]}, {1: {0, 2}}, {1: [2]}),
+        # The cut is the model's: layer 3 loses nobody but the protected.
+        ("global", {1: [0, 1, 2, 6, 7, 8, 9, 10], 3: [3, 11, 12, 13, 14, 15, 16, 17]}, {3: {0, 1}}, {3: [0]}),
+        # Each group has a cut of its own: 4 goes of the second, which is above the first group's.
+        ("group", {0: [0, 1, 2, 3, 10, 11, 12, 13]}, {0: {1, 4}}, {0: [4]}),
+    ],
+)
+def test_the_report_names_the_protected_that_would_have_gone_and_no_others(scope, scores, protected, kept, make_up):
+    groups = 2 if scope == "group" else 1
+    shapes = [LayerShape(index, 8, 2, groups, groups) for index in scores]
+    stay = {index: frozenset(ids) for index, ids in protected.items()}
+    budget = Budget.of_ratio("0.25", scope=scope, make_up=make_up, protected=stay)
+    report = pruned(shapes, {index: np.array(row, dtype=float) for index, row in scores.items()}, budget).report
+    found = {index: layer.get("kept_by_protection") for index, layer in report["layers"].items()}
+    assert {int(index): ids for index, ids in found.items() if ids} == kept
+
+
+def test_the_report_names_a_tie_with_another_layer_where_the_cut_is_the_models():
+    shapes = (LayerShape(0, 4, 1), LayerShape(7, 4, 1))
+    scores = {0: np.array([1.0, 2, 3, 4]), 7: np.array([5.0, 6, 1, 7])}
+    report = pruned(shapes, scores, Budget.of_ratio("0.125", scope="global")).report
+    assert report["layers"] == {"0": {"kept_by_id": [0]}}
+    # A layer's own cut is no other's.
+    report = pruned(shapes, scores, Budget.of_ratio("0.25")).report
+    assert report["layers"] == {}
+
+
 def test_the_papers_protected_mask_prunes_831_of_832():
     """DeepSeek-V2-Lite: 26 layers of 64 experts at 50 %; one super expert stays, and nobody goes in its place."""
     shapes = tuple(LayerShape(index, 64, 6) for index in range(1, 27))

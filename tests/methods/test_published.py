@@ -408,14 +408,37 @@ def test_statistics_of_no_tokens_are_refused():
         load_method("frequency").select(views, Budget(keep=8), rng=np.random.default_rng(0))
 
 
+NEVER = [
+    *((name, {}) for name in ("reap", "ean", "unified", "sge", "mone", "reap-variants", "mone-variants")),
+    *(("razor", {"quantity": quantity}) for quantity in ("rcs", "rcs-loo", "refill", "frozen-refill")),
+    *(("residual-products", {"operator": operator}) for operator in ("deletion", "constant", "tilt")),
+    *(("fisher", {"labels": labels}) for labels in ("data", "sampled")),
+    *(("fisher-residuals", {"labels": labels}) for labels in ("data", "sampled")),
+    ("residual-products", {"interactions": False}),
+    ("reap-sequential", {}),
+    ("subset-search", {}),
+    ("aimer", {}),
+]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize(
-    "name", ["reap", "ean", "unified", "sge", "mone", "reap-variants", "mone-variants", "residual-products"]
-)
-def test_outputs_that_are_not_numbers_never_decide(name, bad):
-    moe = opened_model("olmoe", experts=8, top_k=2)
+@pytest.mark.parametrize(("name", "parameters"), NEVER, ids=["-".join(map(str, [n, *p.values()])) for n, p in NEVER])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the ratio of two infinities
+def test_outputs_that_are_not_numbers_never_decide(name, parameters, bad):
+    moe = opened_model("qwen3_moe", experts=8, top_k=2)
     with torch.no_grad():
         moe.layers[1].experts.down_proj[4] = bad
     with pytest.raises(UsageError, match="not finite") as caught:
-        select(load_method(name), moe, Budget(keep=4), ids_BL=random_ids(2, 12))
+        select(load_method(name, parameters), moe, Budget(keep=6), ids_BL=random_ids(2, 12))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["frequency", "seer"])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_a_router_that_sees_no_numbers_never_decides(family, name):
+    moe = opened_model(family, experts=8, top_k=2)
+    with torch.no_grad():
+        moe.layers[0].experts.down_proj[4] = float("nan")
+    with pytest.raises(UsageError, match=r"router scores of \d+ of 24 tokens are not finite") as caught:
+        select(load_method(name), moe, Budget(keep=6), ids_BL=random_ids(2, 12))
     assert "\n" not in str(caught.value)

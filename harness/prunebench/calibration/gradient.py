@@ -244,7 +244,8 @@ def gradient_pass(
         progress: called with (blocks done, blocks in total).
 
     Raises:
-        UsageError: a statistic of another pass, a model that cannot be differentiated, gradients that are not finite.
+        UsageError: a statistic of another pass, a model that cannot be differentiated, logits or gradients that are not
+            finite.
         IntegrityError: single experts do not add up to what the experts module answers.
     """
     others, statistics = split_gradient(statistics)
@@ -308,6 +309,10 @@ def _mean_loss(moe: MoEModel, ids_L: Tensor, seed: int | None) -> Tensor:
     """Mean next-token loss of one sequence, in float32 or, for a float64 model, float64."""
     logits_LV = moe.model(input_ids=ids_L[None], use_cache=False).logits[0, :-1]
     logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+    if not bool((logits_LV < torch.inf).all()):  # NaN is not either; −∞ is a word that cannot be said
+        raise UsageError(
+            "the model's logits are not finite", where="a gradient pass", expected="numbers", fix="use --dtype float32"
+        )
     labels_L = ids_L[1:].to(logits_LV.device)
     if seed is not None:
         labels_L = _drawn(logits_LV.detach(), np.random.default_rng([seed, *_digest(ids_L)]))

@@ -213,15 +213,19 @@ def score_pass(
 
     Raises:
         IntegrityError: if a layer did not fill exactly k slots per token.
-        UsageError: a statistic that needs another visit, or no token at all.
+        UsageError: a statistic that needs another visit, no token at all, or router scores that are no numbers: even
+            counts would then be decided by them.
     """
     _check_possible(tokens, statistics)
     if Count.name not in {statistic.name for statistic in statistics}:
         statistics = (*statistics, Count())
     layers = started(moe, statistics)
-    beside = {layer.index: torch.zeros((), dtype=torch.int64, device=layer.device) for layer in moe.layers}
+    beside, strange = (
+        {layer.index: torch.zeros((), dtype=torch.int64, device=layer.device) for layer in moe.layers} for _ in range(2)
+    )
 
     def observe(layer: MoELayer, batch: TokenBatch) -> None:
+        strange[layer.index] += batch.scores_TE.isnan().any(-1).sum()
         beside[layer.index] += identity_slots(batch, layer.expert_count, layer.convention.identities)
         for statistic in layers[layer.index].values():
             statistic.update(batch)
@@ -235,6 +239,13 @@ def score_pass(
                 progress(done, tokens.ids_BL.shape[0])
     total = tokens.ids_BL.numel()
     for layer in moe.layers:
+        if count := int(strange[layer.index]):
+            raise UsageError(
+                f"router scores of {count} of {total} tokens are not finite",
+                where=layer.name,
+                expected="numbers",
+                fix="use --dtype float32",
+            )
         for statistic in layers[layer.index].values():
             statistic.to_host()
         check_slots(layer, layers[layer.index], total, int(beside[layer.index]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,6 +87,7 @@ def _compute(options: argparse.Namespace, step: Step) -> Result:
     from prunebench.moe import quiet_libraries
     from prunebench.run import ArmSpec, Session
     from prunebench.run.arm import prepare
+    from prunebench.run.session import check_writable
 
     quiet_libraries()
     if options.method is None:
@@ -109,11 +110,35 @@ def _compute(options: argparse.Namespace, step: Step) -> Result:
     given = {name: getattr(options, name) for name in (*names, *machine)}
     # Rerouting fits nothing, and a suite is not run: neither has a part in the mask.
     arm = prepare(ArmSpec(**given, parameters=tuple(options.param), operator="reroute", suites=("perplexity",)))
+    if options.out.is_dir():
+        raise UsageError("a folder stands where the mask goes", where=str(options.out), expected="the name of a file")
+    check_writable(options.out.parent)
     mask = Session(options.out.parent, progress=step).choose(arm)
     mask.save(options.out)
     report = dict(mask.report or {})
-    text = f"{_summary(mask)}\n{options.out}"
+    text = "\n".join([_summary(mask), *_rules(report), str(options.out)])
     return 0, {"file": str(options.out), "mask": mask.to_json(), "selection": report}, text
+
+
+def _rules(report: Mapping[str, Any]) -> list[str]:
+    """What a rule decided instead of a score, a line per layer; and which super experts were looked for and found."""
+    words = {
+        "never_routed": "no token reached {}",
+        "kept_by_id": "kept by id over equal scores {}",
+        "kept_by_protection": "kept by protection {}",
+    }
+    lines = []
+    for index, layer in report.get("layers", {}).items():
+        parts = [said.format(_ids(layer[name])) for name, said in words.items() if layer.get(name)]
+        zeros = sorted(set(layer.get("zero_scores", ())) - set(layer.get("never_routed", ())))
+        if zeros:
+            parts.append(f"scores of zero {_ids(zeros)}")
+        if parts:
+            lines.append(f"layer {index}: {'; '.join(parts)}")
+    if (looked := report.get("super_experts")) is not None:
+        found = ", ".join(f"{index}:{expert}" for index, expert, _ in looked["found"]) or "none"
+        lines.append(f"super experts ({looked['rule']}): {found}")
+    return lines
 
 
 def _summary(mask: Mask) -> str:
@@ -170,7 +195,7 @@ def _diff(options: argparse.Namespace) -> Result:
     return 0, data, "\n".join(lines)
 
 
-def _ids(experts: tuple[int, ...]) -> str:
+def _ids(experts: Sequence[int]) -> str:
     return ", ".join(map(str, experts)) or "none"
 
 
