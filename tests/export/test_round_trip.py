@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -301,9 +302,20 @@ def test_edits_that_the_stored_dtype_cannot_hold_are_not_rounded(bases, tmp_path
     torch.testing.assert_close(logits(load(tmp_path / "out")), evaluated(moe, plan), rtol=0, atol=1e-5)
 
 
-def check_zoo(model: str, arm: str, form: str, out: Path) -> None:
-    """A committed run, exported, read again by who is to read it, and verified."""
-    folder = RECORDS / model / arm
+@pytest.fixture(scope="module")
+def made_here(tmp_path_factory):
+    """`made_here(model, arm)` is the folder of a run as a committed one; other processors round its fit otherwise."""
+    session = Session(tmp_path_factory.mktemp("made"))
+
+    @cache
+    def make(model: str, arm: str) -> Path:
+        return session.execute(prepare(spec_of(read_run(RECORDS / model / arm)))).folder
+
+    return make
+
+
+def check_zoo(folder: Path, form: str, out: Path) -> None:
+    """A run, exported, read again by who is to read it, and verified."""
     done = export_run(folder, form, out)
     found = verify(out)
     assert found.passed
@@ -326,13 +338,13 @@ CUT = {"tiny-olmoe": "other", "tiny-granite": "trained", "tiny-moonlight": "trai
 
 @pytest.mark.parametrize("model", ["tiny-olmoe", "tiny-granite"])
 def test_a_trained_model_cut_to_size(model, tmp_path):
-    check_zoo(model, f"mone-ratio0.5-reroute-{CUT[model]}-A", "hf", tmp_path / "out")
+    check_zoo(RECORDS / model / f"mone-ratio0.5-reroute-{CUT[model]}-A", "hf", tmp_path / "out")
 
 
-def export_zoo(model: str, arm: str, form: str, out: Path) -> tuple[str, Path, str]:
-    """A committed run exported and verified, to be loaded in a fresh process."""
+def export_zoo(folder: Path, form: str, out: Path) -> tuple[str, Path, str]:
+    """A run exported and verified, to be loaded in a fresh process."""
     scheme = Scheme(3, 4, 32) if form == "ct" else None
-    export_run(RECORDS / model / arm, form, out, scheme=scheme)
+    export_run(folder, form, out, scheme=scheme)
     found = verify(out)
     assert found.passed
     assert found.exact or form == "hf"
@@ -341,19 +353,19 @@ def export_zoo(model: str, arm: str, form: str, out: Path) -> tuple[str, Path, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", CUT)
-def test_every_trained_model_in_every_format_that_applies_and_in_a_fresh_process(model, tmp_path):
-    rerouted, constant = f"mone-ratio0.5-reroute-{CUT[model]}-A", "mone-ratio0.5-constant-A"
-    arms = [(constant, "native"), (rerouted, "hf"), (constant, "vllm-mone"), (rerouted, "ct")]
+def test_every_trained_model_in_every_format_that_applies_and_in_a_fresh_process(model, made_here, tmp_path):
+    rerouted = RECORDS / model / f"mone-ratio0.5-reroute-{CUT[model]}-A"
+    constant = made_here(model, "mone-ratio0.5-constant-A")
     cells = []
-    for arm, form in arms:
+    for folder, form in ((constant, "native"), (rerouted, "hf"), (constant, "vllm-mone"), (rerouted, "ct")):
         if model == "tiny-granite" and form in {"vllm-mone", "ct"}:
             with pytest.raises(UsageError, match="the files stack the experts"):
-                export_run(RECORDS / model / arm, form, tmp_path / form)
+                export_run(folder, form, tmp_path / form)
             continue
         if form == "ct":
-            cells.append(export_zoo(model, arm, form, tmp_path / form))
+            cells.append(export_zoo(folder, form, tmp_path / form))
             continue
-        check_zoo(model, arm, form, tmp_path / form)
+        check_zoo(folder, form, tmp_path / form)
         cells.append((form, tmp_path / form, "float32"))
     for found, (_, out, _) in zip(in_fresh_process(cells, tmp_path), cells, strict=True):
         assert torch.equal(found, logits(load(out)))
@@ -361,14 +373,14 @@ def test_every_trained_model_in_every_format_that_applies_and_in_a_fresh_process
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", CUT)
-def test_every_trained_model_with_edited_survivors_cut_to_size(model, tmp_path):
+def test_every_trained_model_with_edited_survivors_cut_to_size(model, made_here, tmp_path):
     """Edits are float32 here, so they take more bytes than the record counts."""
     arm = "mone-ratio0.5-compel" + ("-other" if CUT[model] == "other" else "") + "-A"
-    export_zoo(model, arm, "hf", tmp_path / "out")
+    export_zoo(made_here(model, arm), "hf", tmp_path / "out")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["tilt-rank=8", "svd-tilt_rank=8", "neurons-tilt_rank=8", "mora", "conmoe-functional"])
 @pytest.mark.parametrize("model", CUT)
-def test_every_trained_model_in_the_native_format(model, arm, tmp_path):
-    check_zoo(model, f"mone-ratio0.5-{arm}-A", "native", tmp_path / "out")
+def test_every_trained_model_in_the_native_format(model, arm, made_here, tmp_path):
+    check_zoo(made_here(model, f"mone-ratio0.5-{arm}-A"), "native", tmp_path / "out")
