@@ -9,11 +9,14 @@ from typing import Final
 from prunebench.analysis import Found, Selector, Shelf
 from prunebench.analysis.arms import UnfoundError
 
-__all__ = ["ARITHMETIC", "GENERAL", "MODELS", "OPERATORS", "RATIOS", "Arm", "arms_of", "front"]
+__all__ = ["ARITHMETIC", "GENERAL", "MODELS", "OPERATORS", "RATIOS", "SETTINGS", "Arm", "arms_of", "front"]
 
 MODELS: Final = ("tiny-olmoe", "tiny-deepseek-v2", "tiny-moonlight", "tiny-granite")
 RATIOS: Final = ("0.25", "0.5")
-OPERATORS: Final = ("constant", "reroute@trained")
+OPERATORS: Final = ("constant", "reroute@trained", "tilt")
+PARAMETERS: Final = {"tilt": (("rank", 8),)}
+SETTINGS: Final = (None, "w4", "w3", "mc3a4", "e3a4", "e2a4", "w2")
+"""None is 16 bits; the unpruned model has all of them, pruned arms the first three."""
 GENERAL: Final = "world:general"
 ARITHMETIC: Final = "world:arithmetic"
 
@@ -48,17 +51,24 @@ class Arm:
         return " ".join(filter(None, [pruned or "unpruned", self.quantize or "16 bits"]))
 
 
-def arms_of(shelf: Shelf, model: str, text: str = GENERAL, settings: Sequence[str | None] = (None, "w4")) -> list[Arm]:
+def arms_of(shelf: Shelf, model: str, text: str = GENERAL) -> list[Arm]:
     """A model's arms that the records hold, calibrated on one text: the unpruned ones first."""
     arms = []
-    for setting in (None, "w4", "e3a4", "w2"):
+    for setting in SETTINGS:
         wanted = Selector(model=model, dense=True, quantize=setting, text=text)
         arms += [Arm(model, None, None, setting, run) for run in _found(shelf, wanted)]
     for ratio in RATIOS:
         for operator in OPERATORS:
-            for setting in settings:
+            for setting in SETTINGS[:3]:
                 wanted = Selector(
-                    model=model, mask="mone", ratio=ratio, operator=operator, text=text, draw="A", quantize=setting
+                    model=model,
+                    mask="mone",
+                    ratio=ratio,
+                    operator=operator,
+                    parameters=PARAMETERS.get(operator, ()),
+                    text=text,
+                    draw="A",
+                    quantize=setting,
                 )
                 arms += [Arm(model, ratio, operator, setting, run) for run in _found(shelf, wanted)]
     return arms

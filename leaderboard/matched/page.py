@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from leaderboard.findings.text import Table, escaped, percent, prose
-from leaderboard.matched.arms import ARITHMETIC, MODELS, OPERATORS, RATIOS, Arm, arms_of, front
+from leaderboard.matched.arms import ARITHMETIC, MODELS, OPERATORS, RATIOS, SETTINGS, Arm, arms_of, front
 
 from prunebench.analysis import RESAMPLES, SEED, Answer, Gap, Report, Shelf, answers, read_declaration
 from prunebench.analysis.contrasts import runs_of
@@ -68,29 +68,30 @@ def matched_page(records: Path, families: Path) -> tuple[str, str]:
             [quantization.md](../quantization.md).
         """),
         "## What was found",
-        found_sentence(found, gaps, general, inside, scores),
+        what_was_found(found, gaps, general, inside, scores),
         "## 1. Accuracy against stored size (Table F.2)",
         "Multiple choice, percent (stored MB).",
         _sizes(general, scores).markdown(),
-        "## 2. Does rerouting's gain survive quantization? (Table F.3)",
+        "## 2. Do the operators' gains survive quantization? (Table F.3)",
         prose("""
-            [reroute − constant] at 4 bits minus [reroute − constant] at 16 bits, multiple choice, points [95 %], on the
-            same resamples of the items of all four runs.
+            [operator − constant] at 4 or 3 bits minus [operator − constant] at 16 bits, multiple choice, points [95 %],
+            on the same resamples of the items of all four runs. The tilt has rank 8.
         """),
         _answered(found, GAINS).markdown(),
         "## 3. Pruned against quantized, general text (Table F.4)",
         prose("""
-            Multiple choice, points [95 %]; 25 % pruned at w4 against e3a4, and 50 % pruned at w4 against w2. Gap: bytes
-            of the pruned arm over those of the other; = within 2 %.
+            Multiple choice, points [95 %]; 25 % pruned at w4 against e3a4 and Mixture-Compressor's mc3a4 (2 to 4 bits
+            by expert, 3 on average), and 50 % pruned at w4 against w2 and e2a4. Gap: bytes of the pruned arm over those
+            of the other; = within 2 %.
         """),
         _against(found, AGAINST, general).markdown(),
         "## 4. Everything calibrated on arithmetic (Table F.5)",
         prose("""
             Mask, fit and quantizer on world:arithmetic; exact match on arithmetic, percent, and points [95 %] against
-            e3a4. Gap: bytes over those of e3a4; = within 2 %.
+            e3a4 and mc3a4. Gap: bytes over those of e3a4; = within 2 %.
         """),
         _in_domain(found, inside, scores).markdown(),
-        "The quantizer's text alone: e3a4 of the unpruned model, calibrated on arithmetic minus on general text.",
+        "The quantizer's text alone: the unpruned model quantized, calibrated on arithmetic minus on general text.",
         _answered(found, TEXTS).markdown(),
         "## 5. Accuracy against bytes, and who is not beaten",
         prose("""
@@ -105,18 +106,16 @@ def matched_page(records: Path, families: Path) -> tuple[str, str]:
     return "\n\n".join(parts) + "\n", report.counts()
 
 
-def found_sentence(
+def what_was_found(
     found: Sequence[Answer],
     gaps: Sequence[Gap],
     general: dict[str, list[Arm]],
     inside: dict[str, list[Arm]],
     scores: Scores,
 ) -> str:
-    """What the tables come to, in a few sentences that count."""
-    upper = [one for one in found if one.question.family == AGAINST and one.question.label.endswith("e3a4")]
-    lower = [one for one in found if one.question.family == AGAINST and one.question.label.endswith("w2")]
-    gains = [one for one in found if one.question.family == GAINS]
-    tuned = [one for one in found if one.question.family == IN_DOMAIN]
+    """What the tables come to, in a few lines that count."""
+    against = {setting: _opposing(found, AGAINST, setting) for setting in ("e3a4", "mc3a4", "w2", "e2a4")}
+    tuned = {setting: _opposing(found, IN_DOMAIN, setting) for setting in ("e3a4", "mc3a4")}
     texts = [one for one in found if one.question.family == TEXTS]
     on_front = [
         arm
@@ -125,20 +124,38 @@ def found_sentence(
         if kept and arm.quantize
     ]
     pruned = sum(arm.ratio is not None for arm in on_front)
-    smaller, lost, won = (
-        sum(one.difference.value < 0 for one in gains),
-        sum(one.difference.high < 0 for one in gains),
-        sum(one.difference.low > 0 for one in gains),
+    said = (
+        f"""At the upper budget, against experts at 3 bits (e3a4), {_sides(against["e3a4"])};
+        {_bytes(against["e3a4"], general)}. Against 2 to 4 bits by expert (mc3a4), {_sides(against["mc3a4"])}.""",
+        f"""At the lower one, against everything at 2 bits (w2), {_sides(against["w2"])};
+        {_bytes(against["w2"], general)}. Against only the experts at 2 bits (e2a4), {_sides(against["e2a4"])};
+        {_bytes(against["e2a4"], general)}.""",
+        f"""The gain over the constant, at 4 or 3 bits against 16: {_kept(found, "reroute")};
+        {_kept(found, "tilt")}.""",
+        f"""With mask, fit and quantizer on arithmetic, against e3a4, {_sides(tuned["e3a4"])};
+        {_bytes(tuned["e3a4"], inside)}; against mc3a4, {_sides(tuned["mc3a4"])}.""",
+        f"""Calibrating the quantizer of the unpruned model on arithmetic instead of general text changes arithmetic by
+        {_range(texts)} points.""",
+        f"""Of the {len(on_front)} quantized arms that no arm beats in both bytes and accuracy, {pruned} are pruned.""",
+        *([f"{len(gaps)} declared contrasts are not measured."] if gaps else []),
     )
-    return prose(f"""
-        At the upper budget, against experts at 3 bits (e3a4), {_sides(upper)}; {_bytes(upper, general)}. At the lower
-        one, against everything at 2 bits (w2), {_sides(lower)}; {_bytes(lower, general)}. Rerouting's gain over the
-        constant is smaller at 4 bits than at 16 in {smaller} of {len(gains)} settings, detectably in {lost}, and
-        detectably larger in {won}. With mask, fit and quantizer on arithmetic, against e3a4, {_sides(tuned)};
-        {_bytes(tuned, inside)}. e3a4's own calibration on arithmetic instead of general text changes arithmetic by
-        {_range(texts)} points. Of the {len(on_front)} quantized arms that no arm beats in both bytes and accuracy,
-        {pruned} are pruned. {f"{len(gaps)} declared contrasts are not measured." if gaps else ""}
-    """)
+    return "\n".join(f"* {prose(one)}" for one in said)
+
+
+def _opposing(found: Sequence[Answer], family: str, setting: str) -> list[Answer]:
+    """A family's contrasts with the unpruned model at one setting."""
+    return [one for one in found if one.question.family == family and one.question.terms[1][1].quantize == setting]
+
+
+def _kept(found: Sequence[Answer], operator: str) -> str:
+    """What quantization does to an operator's gain, counted."""
+    gains = [one for one in found if one.question.family == GAINS and f"({operator}" in one.question.label]
+    less, lost = sum(one.difference.value < 0 for one in gains), sum(one.difference.high < 0 for one in gains)
+    more, won = sum(one.difference.value > 0 for one in gains), sum(one.difference.low > 0 for one in gains)
+    return (
+        f"{operator}'s is smaller in {less} of {len(gains)} settings ({lost} detectably) and larger in {more} "
+        f"({won} detectably)"
+    )
 
 
 def _sides(found: Sequence[Answer]) -> str:
@@ -181,7 +198,6 @@ def _points(arms: Sequence[Arm], scores: Scores) -> list[tuple[int, float]]:
 
 def _sizes(general: dict[str, list[Arm]], scores: Scores) -> Table:
     """A row per model and way of pruning, a column per setting."""
-    settings = (None, "w4", "e3a4", "w2")
     rows = []
     for model, arms in general.items():
         for ratio, operator in ((None, None), *((r, o) for r in RATIOS for o in OPERATORS)):
@@ -190,11 +206,11 @@ def _sizes(general: dict[str, list[Arm]], scores: Scores) -> Table:
                 NONE
                 if setting not in own
                 else f"{scores.score(own[setting].run, CHOICE).value:.2f} ({own[setting].bytes / 1e6:.2f})"
-                for setting in settings
+                for setting in SETTINGS
             )
             name = "unpruned" if ratio is None else f"{percent(ratio)} {operator}"
             rows.append((model, name, *cells))
-    return Table(("model", "arm", *("16 bits" if one is None else one for one in settings)), tuple(rows))
+    return Table(("model", "arm", *("16 bits" if one is None else one for one in SETTINGS)), tuple(rows))
 
 
 def _answered(found: Sequence[Answer], family: str) -> Table:
@@ -220,14 +236,16 @@ def _in_domain(found: Sequence[Answer], inside: dict[str, list[Arm]], scores: Sc
     rows = []
     for model, arms in inside.items():
         for arm in arms:
-            if arm.ratio == "0.5" or (arm.ratio is None and arm.quantize not in {None, "e3a4"}):
+            if arm.ratio == "0.5":
                 continue
-            label = f"{model} {arm.ratio} {arm.operator} w4 - e3a4"
-            one = tuned.get(label) if arm.quantize else None
-            against = (NONE, NONE) if one is None else (shown_difference(one), _gap(_match(one, inside)))
+            uniform, mixed = (
+                tuned.get(f"{model} {arm.ratio} {arm.operator} {arm.quantize} - {other}") for other in ("e3a4", "mc3a4")
+            )
+            gap = NONE if uniform is None else _gap(_match(uniform, inside))
+            against = (NONE if one is None else shown_difference(one) for one in (uniform, mixed))
             score = scores.score(arm.run, ARITHMETIC_SUITE).value
-            rows.append((model, arm.name, f"{arm.bytes / 1e6:.2f}", f"{score:.2f}", *against))
-    return Table(("model", "arm", "MB", "arithmetic", "against e3a4", "gap in bytes"), tuple(rows))
+            rows.append((model, arm.name, f"{arm.bytes / 1e6:.2f}", f"{score:.2f}", *against, gap))
+    return Table(("model", "arm", "MB", "arithmetic", "against e3a4", "against mc3a4", "gap in bytes"), tuple(rows))
 
 
 def _front(general: dict[str, list[Arm]], scores: Scores) -> Table:

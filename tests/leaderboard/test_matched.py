@@ -33,7 +33,9 @@ def matched():
 @pytest.fixture(scope="module")
 def quantized():
     """The arms of the track; those at 16 bits are the tiny track's."""
-    return [arm for arm in read_track(resolve_track("matched")).arms if arm.quantize is not None]
+    arms = read_track(resolve_track("matched")).arms
+    assert all(arm.quantize is not None for arm in arms)
+    return arms
 
 
 def test_every_quantized_arm_has_its_run_and_no_other_run_is_there(quantized):
@@ -44,7 +46,7 @@ def test_every_quantized_arm_has_its_run_and_no_other_run_is_there(quantized):
 
 def test_the_records_leave_room_in_the_repository():
     files = [file for file in (RECORDS / "matched").rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 1_500_000
+    assert sum(file.stat().st_size for file in files) < 2_000_000
 
 
 def test_the_page_is_what_the_records_give(matched, tmp_path):
@@ -59,9 +61,9 @@ def stored(model, folder):
 
 
 def test_the_page_says_how_near_the_bytes_of_its_pairs_are():
-    """From the records' totals alone: the two budgets, then everything on arithmetic."""
+    """From the records' totals alone: the two budgets, the lower one twice, then everything on arithmetic."""
     models = ("tiny-olmoe", "tiny-deepseek-v2", "tiny-moonlight", "tiny-granite")
-    operators = ("constant", "reroute-trained")
+    operators = ("constant", "reroute-trained", "tilt-rank=8")
     page = (ROOT / "docs" / "results" / "matched.md").read_text()
     words = r"(\d+) of these pairs are matched within 2 % of their bytes, and the gaps are (\S+) % to (\S+) %"
     said = re.findall(words, page)
@@ -69,6 +71,7 @@ def test_the_page_says_how_near_the_bytes_of_its_pairs_are():
     for pruned, whole in (
         ("mone-ratio0.25-{}-A-w4-quant=64", "dense-e3a4-quant=64"),
         ("mone-ratio0.5-{}-A-w4-quant=64", "dense-w2-quant=64"),
+        ("mone-ratio0.5-{}-A-w4-quant=64", "dense-e2a4-quant=64"),
         ("mone-ratio0.25-{}-world_arithmetic-A-w4-quant=64", "dense-world_arithmetic-e3a4-quant=64"),
     ):
         gaps = [

@@ -51,6 +51,16 @@ def test_arms_are_models_then_draws_amounts_masks_operators_with_the_dense_arm_f
     assert len({a.folder for a in track.arms}) == len(track.arms)
 
 
+def test_a_track_may_leave_its_dense_arms_to_another(tmp_path):
+    with_them, without = read(tmp_path, text()), read(tmp_path, text(dense="false"))
+    assert read(tmp_path, text(dense="true")).arms == with_them.arms
+    assert without.arms == tuple(arm for arm in with_them.arms if not arm.dense)
+    with pytest.raises(UsageError, match=r"dense is a int; in .*track.toml; expected a bool"):
+        read(tmp_path, text(dense="0"))
+    with pytest.raises(UsageError, match=r"seed is a bool; in .*track.toml; expected a int"):
+        read(tmp_path, text(seed="false"))
+
+
 def test_keep_and_options_reach_every_arm_and_defaults_fill_the_rest(tmp_path):
     track = read(
         tmp_path,
