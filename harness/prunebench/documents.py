@@ -20,13 +20,27 @@ from typing import Any
 
 from prunebench.errors import PrerequisiteError, UsageError
 
-__all__ = ["DATA_FOLDER", "ENDINGS", "Rows", "file_in", "file_state", "read_rows", "source_or_default", "typed_inputs"]
+__all__ = [
+    "DATA_FOLDER",
+    "ENDINGS",
+    "HUB",
+    "Rows",
+    "file_in",
+    "file_state",
+    "hub_source",
+    "read_rows",
+    "source_or_default",
+    "typed_inputs",
+]
 
 DATA_FOLDER = "PRUNEBENCH_DATA"
 """Environment variable: a folder of data files, looked into before the hub."""
 
 ENDINGS = (".jsonl.gz", ".jsonl", ".json.gz", ".json", ".txt.gz", ".txt")
 """Of data files, in the order in which they are looked for."""
+
+HUB = "hub:"
+"""Before a data set's id; alone, the task file's own data set."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -43,6 +57,12 @@ def source_or_default(source: str | None, file: str, default: str) -> str:
         return source
     folder = os.environ.get(DATA_FOLDER)
     return (file_in(Path(folder), file) if folder else None) or default
+
+
+def hub_source(config: Mapping[str, Any]) -> str:
+    """The data set that a task file names, at the revision that it names."""
+    revision = (config.get("dataset_kwargs") or {}).get("revision")
+    return f"{HUB}{config['dataset_path']}" + (f"@{revision}" if revision else "")
 
 
 def file_in(folder: Path, file: str) -> str | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from prunebench.documents import Rows, file_state, read_rows, source_or_default
+from prunebench.documents import Rows, file_state, hub_source, read_rows, source_or_default
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.mask import canonical_json
 
@@ -204,7 +204,7 @@ class DataSuite(Suite):
         """
         config = self.task_file(task).config
         split = str(config["test_split"])
-        where = source_or_default(self.source, self.data_name, self.default_source or f"hub:{config['dataset_path']}")
+        where = source_or_default(self.source, self.data_name, self.default_source or hub_source(config))
         key = (where, file_state(where))
         if key not in self._read:
             rows = read_rows(where, config=config.get("dataset_name"), split=split)

@@ -393,7 +393,9 @@ def test_infinite_inputs_of_mbpp_plus_are_read_and_infinite_documents_are_refuse
 def test_the_hub_out_of_reach_is_one_clear_line_that_names_both_ways_out(monkeypatch, tmp_path):
     monkeypatch.delenv("PRUNEBENCH_DATA", raising=False)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(PrerequisiteError, match=r"hub:openai/openai_humaneval.*--suite NAME=FILE.*PRUNEBENCH_DATA"):
+    with pytest.raises(
+        PrerequisiteError, match=r"hub:openai/openai_humaneval@7dce6050.*--suite NAME=FILE.*PRUNEBENCH_DATA"
+    ):
         suite_content(load_suite("humaneval"))
 
 

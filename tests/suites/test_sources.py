@@ -65,7 +65,7 @@ def as_run(suite, items):
 # --- sources
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [*PUBLIC, "humaneval", "mbpp"])
 def test_every_task_names_a_data_set_by_a_full_revision(name):
     suite = load_suite(name)
     for task in suite.tasks:

@@ -12,13 +12,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from prunebench.documents import DATA_FOLDER, ENDINGS, Rows, file_in, file_state, read_rows, source_or_default
+from prunebench.documents import (
+    DATA_FOLDER,
+    ENDINGS,
+    HUB,
+    Rows,
+    file_in,
+    file_state,
+    hub_source,
+    read_rows,
+    source_or_default,
+)
 from prunebench.errors import PrerequisiteError, UsageError
 from prunebench.suite import Suite
 
 __all__ = ["TaskSuite", "splits_of"]
-
-HUB = "hub:"
 
 
 def _is_texts(value: Any) -> bool:
@@ -106,8 +114,7 @@ class TaskSuite(Suite):
         stated: Mapping[str, Any] = config.get("metadata") or {}
         name = str(stated.get("data", config["task"]))
         first = split == splits_of(config, 0)[0]
-        revision = (config.get("dataset_kwargs") or {}).get("revision")
-        hub = f"{HUB}{config['dataset_path']}" + (f"@{revision}" if revision else "")
+        hub = hub_source(config)
         # A file with groups holds all splits.
         file = name if first or "group" in stated else f"{name}-{split}"
         if self.source is None:
