@@ -95,7 +95,7 @@ OPTIONS = {
     "new-method": {"--folder", "--json", "NAME"},
     "export": {
         *("--json", "RUN", "--format", "--out", "--max-shard-size", "--model", "--operator"),
-        *("--bits", "--attention-bits", "--group-size"),
+        *("--bits", "--attention-bits", "--group-size", "--asymmetric"),
     },
     "verify": {"--json", "DIR", "--base", "--device"},
     "check-env": {"--json"},

@@ -234,3 +234,60 @@ def test_without_the_package_the_extra_is_named(base, tmp_path, monkeypatch):
         PrerequisiteError, match=r"compressed-tensors is not installed; .*pip install 'prunebench\[ct\]'"
     ):
         write_export(pruned_model(folder, plan_for(moe, "reroute", "renorm")), "ct", tmp_path / "out")
+
+
+def by_hand_with_zeros(weight_RC: list[list[float]], bits: int, size: int) -> list[list[float]]:
+    """The weights that asymmetric round-to-nearest leaves, one number after the other: (code - zero)·scale.
+
+    A group's range, widened to hold 0, is 2^b - 1 steps.
+    """
+    single = lambda number: torch.tensor(number, dtype=torch.float32).item()  # noqa: E731
+    most = 2 ** (bits - 1)
+    rows = []
+    for row in weight_RC:
+        rows.append([])
+        for start in range(0, len(row), size):
+            group = row[start : start + size]
+            low, high = min(0.0, *group), max(0.0, *group)
+            scale = single(single(high - low) / (2**bits - 1))
+            zero = max(-most, min(most - 1, round(-most - single(low / scale))))
+            for value in group:
+                code = max(-most, min(most - 1, round(single(single(value / scale) + zero))))
+                rows[-1].append(single((code - zero) * scale))
+    return rows
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_asymmetric_weights_have_zeros_and_are_labelled_untested(bits, base, tmp_path):
+    from compressed_tensors.quantization import QuantizationConfig
+
+    folder, moe = base
+    plan = plan_for(moe, "reroute", "renorm")
+    scheme = Scheme(bits, 4, 16, symmetric=False)
+    done = write_export(pruned_model(folder, plan), "ct", tmp_path / "out", limit=8000, scheme=scheme)
+    source, saved = load_file(folder / "model.safetensors"), read_tensors(tmp_path / "out")
+    survivor = plan.mask.layers[1].survivors[2]
+    model = load(tmp_path / "out")
+    experts = model.model.layers[1].mlp.experts
+    read = {"up_proj": experts.gate_up_proj[2, 16:], "down_proj": experts.down_proj[2]}
+    for word, weight_RC in read.items():
+        own = source[f"model.layers.1.mlp.experts.{survivor}.{word}.weight"]
+        assert weight_RC.tolist() == by_hand_with_zeros(own.tolist(), bits, 16)
+        words = saved[f"model.layers.1.mlp.experts.2.{word}.weight_zero_point"]
+        assert (words.dtype, list(words.shape)) == (torch.int32, [-(-own.shape[0] * bits // 32), own.shape[1] // 16])
+    attention = "model.layers.0.self_attn.q_proj.weight"
+    assert model.get_parameter(attention).tolist() == by_hand_with_zeros(source[attention].tolist(), 4, 16)
+    assert verify(tmp_path / "out", ids_BL=IDS).exact
+    assert measured(read_headers(tmp_path / "out")) == done.stored
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    groups = QuantizationConfig(**stated).config_groups
+    assert [group.weights.symmetric for group in groups.values()] == [False, False]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "round-to-nearest, asymmetric, groups of 16 columns. Untested: transformers does not load" in card
+
+
+def test_the_command_takes_asymmetric_for_ct_only(tmp_path, capsys):
+    from prunebench import cli
+
+    assert cli.main(["export", str(tmp_path), "--format", "hf", "--asymmetric"]) == 2
+    assert "hf quantizes nothing" in capsys.readouterr().err

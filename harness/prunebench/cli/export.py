@@ -29,6 +29,11 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     ct.add_argument("--bits", type=int, help="of the experts' matrices, 2 to 8")
     ct.add_argument("--attention-bits", type=int, help="of the attention's matrices, 2 to 8")
     ct.add_argument("--group-size", type=int, help="columns that share a scale")
+    ct.add_argument(
+        "--asymmetric",
+        action="store_true",
+        help="with zeros; transformers does not load it, other readers are untested",
+    )
     parser.add_argument("--model", metavar="FOLDER", help="the base model's folder, if the run's model was a folder")
     parser.add_argument("--operator", metavar="FILE", help="the operator's file, if it is not shipped")
 
@@ -53,6 +58,7 @@ def run_export(options: argparse.Namespace, step: Step) -> Result:
 
     quiet_libraries()
     given = {name: getattr(options, name) for name in ("bits", "attention_bits", "group_size")}
+    given["symmetric"] = False if options.asymmetric else None
     scheme = Scheme(**{name: value for name, value in given.items() if value is not None})
     done = export_run(
         options.run,

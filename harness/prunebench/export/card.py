@@ -86,9 +86,13 @@ def _what(pruned: PrunedModel) -> str:
 
 def _quantized(scheme: Scheme) -> str:
     attention = f"{scheme.attention_bits} bits" if scheme.attention_bits else "as it was"
+    kind = "symmetric" if scheme.symmetric else "asymmetric"
+    untested = (
+        "" if scheme.symmetric else " Untested: transformers does not load asymmetric experts, others were not tried."
+    )
     return (
-        f"experts {scheme.bits} bits, attention {attention}; round-to-nearest, symmetric, groups of"
-        f" {scheme.group_size} columns. The scores below are of the unquantized model"
+        f"experts {scheme.bits} bits, attention {attention}; round-to-nearest, {kind}, groups of"
+        f" {scheme.group_size} columns.{untested} The scores below are of the unquantized model"
     )
 
 

@@ -5,15 +5,20 @@
         "moe_sparsity_config": {"method": "prune", "num_experts": [null, 16, …]}}
 
 Plain transformers loads it, given the package, and computes with codes·scale. `moe_sparsity_config` says how many
-experts each decoder layer keeps; no known reader asks for it. Symmetric only: transformers does not load asymmetric
-experts. Scales are in the dtype that the model is run in, as transformers gives experts the dtype of their scales.
+experts each decoder layer keeps; no known reader asks for it. Scales are in the dtype that the model is run in, as
+transformers gives experts the dtype of their scales. An asymmetric linear has .weight_zero_point [ceil(R·b/32), G] too,
+packed along its rows: transformers 5.24 does not load asymmetric experts, and no other reader was at hand, so that such
+files are read here by unpacking them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import math
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,8 +29,8 @@ from torch import Tensor
 
 from prunebench.errors import UsageError
 from prunebench.export.pruned import Anatomy, PrunedModel, Settings
-from prunebench.export.quantized import Quantizer, Scheme, round_to_nearest
-from prunebench.export.shards import Entry, TensorFiles, write_shards
+from prunebench.export.quantized import Quantized, Quantizer, Scheme, round_to_nearest
+from prunebench.export.shards import DEFAULT_SHARD, Entry, TensorFiles, bytes_of, parse_size, write_shards
 from prunebench.export.weights import copy_small_files, sliced, write_config
 from prunebench.moe.load import DTYPES
 from prunebench.storage import expert_of, part_of
@@ -88,9 +93,14 @@ def simulate(pruned: PrunedModel, anatomy: Anatomy, folder: Path, limit: int, sc
         write_shards(folder, entries, limit)
 
 
-def load(folder: Path, settings: Settings) -> Any:
-    """The packed model, through plain transformers, its weights codes·scale."""
+def load(folder: Path, settings: Settings, scheme: Scheme) -> Any:
+    """The packed model, its weights codes·scale: through plain transformers, or if asymmetric unpacked before that."""
     from compressed_tensors.logger import logger
+
+    if not scheme.symmetric:
+        with tempfile.TemporaryDirectory() as scratch:
+            _unpack(folder, Path(scratch), scheme, DTYPES[settings.dtype])
+            return settings.weights(Path(scratch))
 
     # It says that no module is called as the experts' tensors are, as transformers fuses them; and shows bars.
     logger.disable("compressed_tensors")
@@ -99,6 +109,38 @@ def load(folder: Path, settings: Settings) -> Any:
             return settings.weights(folder)
     finally:
         logger.enable("compressed_tensors")
+
+
+def _unpack(folder: Path, out: Path, scheme: Scheme, dtype: torch.dtype) -> None:
+    """A packed checkpoint as a plain one, by compressed-tensors' own unpacking."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    copy_small_files(folder, out)
+
+    def weight(name: str) -> Tensor:
+        bits = scheme.bits if _word(name).startswith(_EXPERTS) else scheme.attention_bits
+        assert bits is not None
+        scales_RG = files[f"{name}_scale"]
+        codes_RC = unpack_from_int32(files[f"{name}_packed"], bits, torch.Size(files[f"{name}_shape"].tolist()))
+        zeros_RG = unpack_from_int32(files[f"{name}_zero_point"], bits, scales_RG.shape, packed_dim=0)
+        return Quantized(codes_RC, scales_RG, zeros_RG).values()
+
+    with TensorFiles(folder) as files:
+        linears = {name.removesuffix("_packed") for name in files.names if name.endswith("_packed")}
+        parts = {f"{name}_{part}" for name in linears for part in ("packed", "scale", "shape", "zero_point")}
+        entries = [
+            Entry(name, math.prod(files[f"{name}_shape"].tolist()) * dtype.itemsize, partial(weight, name))
+            for name in sorted(linears)
+        ]
+        entries += [
+            Entry(name, bytes_of(files[name]), partial(files.__getitem__, name))
+            for name in files.names
+            if name not in parts
+        ]
+        write_shards(out, entries, parse_size(DEFAULT_SHARD))
 
 
 def check_scheme(anatomy: Anatomy, scheme: Scheme) -> None:
@@ -168,7 +210,7 @@ def _packed(  # noqa: PLR0917  what a linear is quantized by
     dtype: torch.dtype,
     quantize: Quantizer,
 ) -> Iterator[Entry]:
-    """A tensor as it is, or a linear's three."""
+    """A tensor as it is, or a linear's three, or four."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     width = bits.get(_word(entry.name))
@@ -184,8 +226,17 @@ def _packed(  # noqa: PLR0917  what a linear is quantized by
     def scales() -> Tensor:
         return quantize(entry.name, entry.make(), width).scales_RG
 
+    def zeros() -> Tensor:
+        zeros_RG = quantize(entry.name, entry.make(), width).zeros_RG
+        assert zeros_RG is not None
+        words: Tensor = pack_to_int32(zeros_RG, width, packed_dim=0)
+        return words
+
+    groups = columns // scheme.group_size
     yield Entry(f"{entry.name}_packed", 4 * rows * -(-columns * width // 32), packed)
-    yield Entry(f"{entry.name}_scale", rows * (columns // scheme.group_size) * dtype.itemsize, scales)
+    yield Entry(f"{entry.name}_scale", rows * groups * dtype.itemsize, scales)
+    if not scheme.symmetric:
+        yield Entry(f"{entry.name}_zero_point", 4 * -(-rows * width // 32) * groups, zeros)
     yield Entry(f"{entry.name}_shape", 16, partial(torch.tensor, (rows, columns)))
 
 

@@ -22,17 +22,19 @@ __all__ = ["Quantized", "Quantizer", "Scheme", "need_compressed_tensors", "round
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is quantized, and how finely; symmetric, in groups of a row.
+    """What is quantized, and how finely, in groups of a row.
 
     Args:
         bits: of the experts' matrices, 2 to 8.
         attention_bits: of the attention's, or None to leave it as it is.
         group_size: columns that share a scale.
+        symmetric: whether codes stand for multiples of the scale, or each group has a zero of its own.
     """
 
     bits: int = 4
     attention_bits: int | None = None
     group_size: int = 128
+    symmetric: bool = True
 
     def __post_init__(self) -> None:
         for bits in (self.bits, self.attention_bits):
@@ -50,7 +52,7 @@ class Scheme:
         return {
             "num_bits": bits,
             "type": "int",
-            "symmetric": True,
+            "symmetric": self.symmetric,
             "strategy": "group",
             "group_size": self.group_size,
         }
@@ -58,19 +60,23 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A linear's weight as codes·scale.
+    """A linear's weight as (codes − zero)·scale.
 
     Args:
         codes_RC: int8, from -2^(b-1) to 2^(b-1) - 1.
         scales_RG: in the dtype that they are stored in.
+        zeros_RG: int8, in the range of the codes; None for 0.
     """
 
     codes_RC: Tensor
     scales_RG: Tensor
+    zeros_RG: Tensor | None = None
 
     def values(self) -> Tensor:
         """The weight that is computed with, in the dtype of the scales ([R, C])."""
         codes_RGS = self.codes_RC.unflatten(1, (self.scales_RG.shape[1], -1)).to(self.scales_RG.dtype)
+        if self.zeros_RG is not None:
+            codes_RGS = codes_RGS - self.zeros_RG.unsqueeze(-1).to(codes_RGS.dtype)
         weight_RC: Tensor = (codes_RGS * self.scales_RG.unsqueeze(-1)).flatten(1)
         return weight_RC
 
@@ -94,12 +100,12 @@ def need_compressed_tensors() -> None:
 
 
 def round_to_nearest(scheme: Scheme, dtype: torch.dtype) -> Quantizer:
-    """Scales from each group's largest magnitude, by compressed-tensors; codes to the nearest.
+    """Scales, and zeros if they are asked for, from each group's extremes, by compressed-tensors; codes to the nearest.
 
     Scales are rounded to `dtype` first, and codes are made with what is stored.
 
     Args:
-        scheme: gives the group size.
+        scheme: gives the group size, and whether there are zeros.
         dtype: of the scales.
     """
     from compressed_tensors.quantization import QuantizationArgs
@@ -108,10 +114,13 @@ def round_to_nearest(scheme: Scheme, dtype: torch.dtype) -> Quantizer:
     def quantize(_name: str, weight_RC: Tensor, bits: int) -> Quantized:
         groups_RGS = weight_RC.float().unflatten(1, (-1, scheme.group_size))
         arguments = QuantizationArgs(**scheme.arguments(bits))
-        scales_RG, _ = calculate_qparams(groups_RGS.amin(-1), groups_RGS.amax(-1), arguments)
+        scales_RG, zeros_RG = calculate_qparams(groups_RGS.amin(-1), groups_RGS.amax(-1), arguments)
         scales_RG = scales_RG.to(dtype)
+        steps_RGS = groups_RGS / scales_RG.float().unsqueeze(-1)
         most = 2 ** (bits - 1)
-        codes_RGS = (groups_RGS / scales_RG.float().unsqueeze(-1)).round().clamp(-most, most - 1)
-        return Quantized(codes_RGS.to(torch.int8).flatten(1), scales_RG)
+        if scheme.symmetric:
+            return Quantized(steps_RGS.round().clamp(-most, most - 1).to(torch.int8).flatten(1), scales_RG)
+        codes_RGS = (steps_RGS + zeros_RG.unsqueeze(-1)).round().clamp(-most, most - 1)
+        return Quantized(codes_RGS.to(torch.int8).flatten(1), scales_RG, zeros_RG.to(torch.int8))
 
     return quantize

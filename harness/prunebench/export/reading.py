@@ -133,7 +133,8 @@ def load(folder: str | Path, *, base: str | Path | None = None, device: str | No
         return _pruned(vllm_mone.weights_of(export.folder, settings), plan, export.policy)
     if export.form == "ct":
         need_compressed_tensors()
-        return ct.load(export.folder, settings)
+        assert export.scheme is not None
+        return ct.load(export.folder, settings, export.scheme)
     return settings.weights(export.folder)
 
 
