@@ -32,7 +32,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     ct.add_argument(
         "--asymmetric",
         action="store_true",
-        help="with zeros; transformers does not load it, other readers are untested",
+        help="a zero point per group too; transformers does not load it, other readers are untested",
     )
     parser.add_argument("--model", metavar="FOLDER", help="the base model's folder, if the run's model was a folder")
     parser.add_argument("--operator", metavar="FILE", help="the operator's file, if it is not shipped")

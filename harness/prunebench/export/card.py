@@ -23,6 +23,7 @@ _HOW_TO_LOAD: Final[Mapping[str, str]] = {
     "vllm-mone": "vllm serve FOLDER   # 0.32 or later; or, from Python: prunebench.load(FOLDER)",
     "ct": _PLAIN + "  # with compressed-tensors installed",
 }
+_ASYMMETRIC: Final = "import prunebench\n\nmodel = prunebench.load(FOLDER)  # with compressed-tensors installed"
 
 
 def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, Any], scheme: Scheme | None) -> str:
@@ -52,6 +53,7 @@ def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, 
         **({} if pruned.quantized is None else {"quantized": _integers(pruned.quantized)}),
         **_of_record(pruned.record),
     }
+    asymmetric = scheme is not None and not scheme.symmetric
     lines = [
         f"# {pruned.model}, {_what(pruned)}",
         "",
@@ -59,7 +61,7 @@ def card(pruned: PrunedModel, anatomy: Anatomy, form: str, stored: Mapping[str, 
         "`prunebench verify FOLDER` compares it with its source.",
         "",
         "```python" if form != "vllm-mone" else "```sh",
-        _HOW_TO_LOAD[form].format(dtype=pruned.settings.dtype),
+        _ASYMMETRIC if asymmetric else _HOW_TO_LOAD[form].format(dtype=pruned.settings.dtype),
         "```",
         "",
         "| | |",

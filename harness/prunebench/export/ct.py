@@ -220,16 +220,23 @@ def _packed(  # noqa: PLR0917  what a linear is quantized by
     rows, columns = _shape(entry.name, anatomy)
 
     def packed() -> Tensor:
-        words: Tensor = pack_to_int32(quantize(entry.name, entry.make(), width).codes_RC, width)
+        found = quantize(entry.name, entry.make(), width)
+        # A reader takes an absent zero for 0, whatever the codes were made around.
+        if (found.zeros_RG is None) != scheme.symmetric:
+            has, expected = ("has no zeros", "one") if found.zeros_RG is None else ("has zeros", "none")
+            raise UsageError(
+                f"what the quantizer makes of {entry.name} {has}",
+                expected=f"{expected} per group",
+                fix="give a scheme that is symmetric if the quantizer is",
+            )
+        words: Tensor = pack_to_int32(found.codes_RC, width)
         return words
 
     def scales() -> Tensor:
         return quantize(entry.name, entry.make(), width).scales_RG
 
     def zeros() -> Tensor:
-        zeros_RG = quantize(entry.name, entry.make(), width).zeros_RG
-        assert zeros_RG is not None
-        words: Tensor = pack_to_int32(zeros_RG, width, packed_dim=0)
+        words: Tensor = pack_to_int32(quantize(entry.name, entry.make(), width).zeros_RG, width, packed_dim=0)
         return words
 
     groups = columns // scheme.group_size

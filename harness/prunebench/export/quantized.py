@@ -44,8 +44,11 @@ class Scheme:
             raise UsageError(f"group size {self.group_size}", expected="at least 1 column")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+        """Plain data; a symmetric scheme as it was written before there were others, so that older readers take it."""
+        data = asdict(self)
+        if self.symmetric:
+            del data["symmetric"]
+        return data
 
     def arguments(self, bits: int) -> dict[str, Any]:
         """The scheme in compressed-tensors' words."""

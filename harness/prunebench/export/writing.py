@@ -156,7 +156,10 @@ def _scheme(form: str, scheme: Scheme | None) -> Scheme | None:
     """The scheme to quantize by; None for formats that do not."""
     if form != "ct":
         if scheme is not None:
-            raise UsageError(f"{form} quantizes nothing", fix="leave bits and group size out, or give --format ct")
+            raise UsageError(
+                f"{form} quantizes nothing",
+                fix="leave --bits, --attention-bits, --group-size and --asymmetric out, or give --format ct",
+            )
         return None
     need_compressed_tensors()
     return scheme or Scheme()
