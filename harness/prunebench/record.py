@@ -158,11 +158,14 @@ def read_run(folder: Path) -> Run:
     """Read and validate one run folder.
 
     Raises:
-        UsageError: if there is no such folder.
+        UsageError: if there is no such folder, or it holds folders and no run.
         PrerequisiteError: if the folder is half-written or damaged.
     """
     if not folder.is_dir():
         raise UsageError("no such run folder", where=str(folder), expected=f"a folder with {RECORD_FILE}")
+    files = any((folder / name).exists() for name in (RECORD_FILE, ITEMS_FILE))
+    if not files and any(path.is_dir() for path in folder.iterdir()):
+        raise UsageError("the folder is no run's", where=str(folder), expected=f"one run's folder, with {RECORD_FILE}")
     record = read_record(folder)
     return Run(record, read_items(folder / ITEMS_FILE), folder)
 

@@ -423,6 +423,14 @@ def test_a_foreign_table_is_refused(tmp_path, record, items):
         read_run(tmp_path / "run")
 
 
+def test_a_folder_of_runs_is_no_half_written_run(tmp_path, record, items):
+    write_run(tmp_path / "records" / "run", record, items)
+    with pytest.raises(
+        UsageError, match=r"the folder is no run's; in .*records; expected one run's folder, with record"
+    ):
+        read_run(tmp_path / "records")
+
+
 def test_missing_folders_are_one_line(tmp_path):
     with pytest.raises(UsageError, match="no such run folder"):
         read_run(tmp_path / "no")
