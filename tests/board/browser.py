@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -16,6 +17,12 @@ FLAGS = (
     *("disable-component-update", "disable-sync", "disable-dev-shm-usage", "hide-scrollbars", "remote-debugging-pipe"),
 )
 PATIENCE = 60
+# In the browser's own words for a question that a page did not live to answer.
+LEFT = ("navigated or closed", "context was destroyed", "Cannot find context", "Cannot find default execution context")
+
+
+class LeftError(AssertionError):
+    """The page was left while it was asked; the next one can be asked."""
 
 
 class Browser:
@@ -53,7 +60,9 @@ class Browser:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    left = any(words in answer["error"]["message"] for words in LEFT)
+                    raise (LeftError if left else AssertionError)(answer)
                 return answer["result"]
             self.events.append(answer)
 
@@ -79,9 +88,12 @@ class Browser:
         return result["result"].get("value")
 
     def until(self, expression):
-        """Wait for something to be so."""
+        """Wait for something to be so, on this page or on the one that a link leads to."""
         end = time.monotonic() + PATIENCE
-        while not self.look(expression):
+        while True:
+            with suppress(LeftError):
+                if self.look(expression):
+                    return
             assert time.monotonic() < end, expression
             time.sleep(0.02)
 

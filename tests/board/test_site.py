@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import json
 import os
 import re
 import sys
@@ -128,6 +130,22 @@ def test_links_lead_to_the_runs_page_its_record_and_the_methods_card(site, brows
     browser.until("location.pathname.endsWith('/methods/mone.html')")
     browser.until("document.readyState === 'complete'")
     assert HOSTILE in browser.look("document.querySelector('pre.card').textContent")
+
+
+@pytest.mark.parametrize("message", ["Inspected target navigated or closed", "Execution context was destroyed."])
+def test_a_page_that_is_left_while_it_is_asked_is_waited_for(message):
+    browser = object.__new__(browser_module.Browser)
+    browser._number, browser._session, browser._send, browser.events = 0, None, io.BytesIO(), []
+    answers = [
+        {"id": 1, "error": {"code": -32000, "message": message}},
+        {"id": 2, "result": {"result": {"value": True}}},
+        {"id": 3, "error": {"code": -32601, "message": "no such method"}},
+    ]
+    browser._rest = b"".join(json.dumps(answer).encode() + b"\0" for answer in answers)
+    browser.until("it is so")
+    assert browser._number == 2
+    with pytest.raises(AssertionError, match="no such method"):
+        browser.until("it is so")
 
 
 @needs_browser
