@@ -136,8 +136,8 @@ def run_check_env(_options: argparse.Namespace) -> Result:
         "evalplus": "extra code",
         "compressed_tensors": "extra ct, for export --format ct",
         "accelerate": "extra gpu, for --device-map",
-        "altair": "extra plots, for compare --plot",
-        "vl_convert": "extra plots, for compare --plot",
+        "altair": "extra plots, for board and compare --plot",
+        "vl_convert": "extra plots, for board and compare --plot",
     }
     distributions = {**needed, "vl_convert": "vl-convert-python", "compressed_tensors": "compressed-tensors"}
     rows: list[dict[str, str]] = [{"what": "python", "state": platform.python_version(), "need": "needed"}]
