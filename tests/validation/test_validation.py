@@ -177,6 +177,14 @@ TAMPERING = {
         lambda f: forge(f, lambda r: r["identity"]["budget"].update(ratio="0.25")),
         ("arm", "the mask removes 8 experts; ratio 0.25 of 16 is 4"),
     ),
+    "budget that is no number": (
+        lambda f: forge(f, lambda r: r["identity"]["budget"].update(ratio="half")),
+        ("arm", "budget: ratio 'half' is not a number; expected a number such as 0.5"),
+    ),
+    "budget of more than all": (
+        lambda f: forge(f, lambda r: r["identity"]["budget"].update(ratio="1.5")),
+        ("arm", "budget: ratio 1.5 is impossible; expected a number above 0 and below 1"),
+    ),
     "another operator's name": (
         lambda f: forge(f, lambda r: r["arm"].update(operator="reroute")),
         ("arm", "operator reroute, of the file constant, that stores nothing and refills no slots"),

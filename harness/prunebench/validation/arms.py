@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
 from typing import Any, Final
+
+from prunebench.errors import UsageError
+from prunebench.mask import Budget, LayerShape
 
 __all__ = ["said_otherwise"]
 
@@ -56,12 +58,14 @@ def _budget(record: Mapping[str, Any]) -> Iterator[str]:
     budget = record["identity"]["budget"] or {}
     if set(budget) not in ({"ratio"}, {"keep"}):
         return
-    sizes = [layer["E"] for layer in record["mask"]["layers"]]
-    if "ratio" in budget:
-        wanted = sum(int(Decimal(str(budget["ratio"])) * size) for size in sizes)
-    else:
-        wanted = sum(size - budget["keep"] for size in sizes)
+    shapes = [LayerShape(layer["index"], layer["E"], top_k=1) for layer in record["mask"]["layers"]]
+    try:
+        asked = Budget.of_ratio(budget["ratio"]) if "ratio" in budget else Budget(keep=budget["keep"])
+        wanted = sum(asked.pruned_count(shape) for shape in shapes)
+    except UsageError as error:
+        yield f"budget: {error}"
+        return
     gone = sum(len(layer["pruned"]) for layer in record["mask"]["layers"])
     if gone != wanted:
-        asked = ", ".join(f"{key} {value}" for key, value in budget.items())
-        yield f"the mask removes {gone} experts; {asked} of {sum(sizes)} is {wanted}"
+        total = sum(shape.experts for shape in shapes)
+        yield f"the mask removes {gone} experts; {asked.asked} of {total} is {wanted}"
